@@ -17,7 +17,8 @@ pub struct Error(Box<Facts>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Facts {
     kind: ErrorKind,
-    /// Only a `wait(t)` has elapsed, and the operation is still pending.
+    /// Only a `wait(t)` has elapsed, and the operation is still pending. The product shows it by the text alone.
+    #[cfg(feature = "testing")]
     goes_on: bool,
     /// The rank whose process ended, that left the group, or whose result is wrong.
     rank: Option<usize>,
@@ -70,7 +71,16 @@ impl ErrorKind {
 impl Error {
     fn new(kind: ErrorKind, text: impl Into<Text>) -> Error {
         let (rank, reporter, operation) = (None, None, None);
-        Error(Box::new(Facts { kind, goes_on: false, rank, reporter, operation, text: text.into() }))
+        let facts = Facts {
+            kind,
+            #[cfg(feature = "testing")]
+            goes_on: false,
+            rank,
+            reporter,
+            operation,
+            text: text.into(),
+        };
+        Error(Box::new(facts))
     }
     pub fn invalid(text: impl Into<Text>) -> Error {
         Error::new(ErrorKind::Invalid, text)
@@ -80,8 +90,9 @@ impl Error {
     }
     /// `wait(t)` elapsed; the operation is still pending.
     pub fn wait_elapsed(text: impl Into<Text>) -> Error {
-        let mut error = Error::timeout(text);
-        error.0.goes_on = true;
+        let error = Error::timeout(text);
+        #[cfg(feature = "testing")]
+        let error = Error(Box::new(Facts { goes_on: true, ..*error.0 }));
         error
     }
     /// The process of `rank` ended, or the rank left the group.
@@ -124,6 +135,7 @@ impl Error {
     }
 
     /// Whether only a `wait(t)` has elapsed, and the operation is still pending.
+    #[cfg(feature = "testing")]
     pub fn is_elapsed_wait(&self) -> bool {
         self.0.goes_on
     }

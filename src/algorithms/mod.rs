@@ -5,10 +5,11 @@
 //! # What a schedule guarantees
 //!
 //! - The vector of the collective is cut into [`Schedule::parts`] parts, numbered in memory order. For all_reduce,
-//!   broadcast and reduce their sizes are about equal (see [`part_range`]), and they may be empty. For all_gather,
-//!   reduce_scatter, gather and scatter, part `q` is the block of rank `q`, of any size. For all_to_all, part `src *
-//!   ranks + dst` is the data that `src` sends to `dst`. A barrier has no parts: its messages are empty, but must still
-//!   be sent.
+//!   broadcast and reduce their sizes are about equal, and they may be empty. A broadcast is cut by [`part_range`]; a
+//!   vector whose elements are combined is cut between them, at cache lines (`engine/multihost/vector.rs`). For
+//!   all_gather, reduce_scatter, gather and scatter, part `q` is the block of rank `q`, of any size. For all_to_all,
+//!   part `src * ranks + dst` is the data that `src` sends to `dst`. A barrier has no parts: its messages are empty, but
+//!   must still be sent.
 //! - At the start a rank has every part of its own input (all_reduce, reduce, reduce_scatter; on the root also
 //!   broadcast and scatter), its own part (all_gather, gather), or its parts for other ranks (all_to_all). All other
 //!   parts are scratch: a schedule may pass other ranks' parts through a rank, and may leave partial sums in parts that
@@ -264,8 +265,8 @@ impl Step {
     }
 }
 
-/// The elements of part `part` if `count` elements are cut into `parts` parts. The first `count % parts` parts have one
-/// element more than the rest.
+/// The elements or bytes of part `part` if `count` of them are cut into `parts` parts. The first `count % parts` parts
+/// have one more than the rest.
 pub fn part_range(count: usize, parts: usize, part: usize) -> Range<usize> {
     let start = |q: usize| q * (count / parts) + q.min(count % parts);
     start(part)..start(part + 1)

@@ -84,7 +84,7 @@ pub trait Engine: Send {
 
     /// What a pending operation waits for, for error texts and log lines.
     fn blockers(&self, _op: &Op) -> Blockers {
-        Blockers::Unknown("nothing is known of what it waits for".to_string())
+        Blockers::Unknown(Some("nothing is known of what it waits for".to_string()))
     }
 
     /// The pending collective with this number.
@@ -109,8 +109,9 @@ pub enum Blockers {
     Ranks(Vec<(usize, PeerProgress)>),
     /// An earlier operation of this rank, which must come first.
     Earlier(Arc<Op>),
-    /// It is not known for which operation or ranks the operation waits. The text says what is known.
-    Unknown(String),
+    /// It is not known for which operation or ranks the operation waits. The text says what is known. None if this rank
+    /// sees nothing of it without asking.
+    Unknown(Option<String>),
 }
 
 /// The progress of a rank for which a pending operation waits.

@@ -10,6 +10,8 @@ use super::faults::{Faults, Peer};
 use super::lanes::LaneReport;
 use super::launches::Launches;
 use super::role::Role;
+use super::ties::Ties;
+use super::waiters::Waiters;
 use super::{Group, Inner};
 use crate::config;
 use crate::config::Config;
@@ -27,8 +29,6 @@ use crate::hang::responder::Responder;
 use crate::hang::shm_channel::ShmChannel;
 use crate::hang::{Subject, Watch, Who};
 use crate::host::{Host, Store, first_time};
-use crate::os::watch;
-use crate::os::watch::Alive;
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
@@ -41,7 +41,7 @@ pub(super) struct Parts {
     /// See `Group::id`.
     pub id: [u8; 16],
     pub policy: Arc<Policy>,
-    /// See `Group::keys`.
+    /// See `Who::keys`.
     pub keys: Vec<String>,
     /// Number of the group's domain (`Group::domain`).
     pub domain: u64,
@@ -102,7 +102,7 @@ impl Group {
                         group.peer_ended(rank);
                     }
                 });
-                *group.following.lock().unwrap() = Some(following);
+                group.ties.follow(following);
                 if !group.watch.who.is_inside {
                     hang::start(group.watch.responder());
                 }
@@ -172,6 +172,7 @@ impl Parts {
                     peers.iter().map(|peer| peer.pid).enumerate().collect()
                 },
                 is_inside: role.is_inside(),
+                keys,
                 soft: config.soft_timeout.unwrap_or_else(config::soft_timeout),
             };
             let channel = if role.is_inside() { None } else { ShmChannel::over(&control) };
@@ -183,11 +184,12 @@ impl Parts {
             Group {
                 domain,
                 id,
-                keys,
-                generation: watch::generation(),
-                spin_policy,
-                helpers: (threads > 1).then(|| Helpers { host: Arc::clone(&host), threads }),
-                has_threads: control.has_threads(),
+                ties: Ties::new(),
+                waiters: Waiters {
+                    spin_policy,
+                    helpers: (threads > 1).then(|| Helpers { host: Arc::clone(&host), threads }),
+                    has_threads: control.has_threads(),
+                },
                 control,
                 policy,
                 host,
@@ -205,8 +207,6 @@ impl Parts {
                 timeouts: Timeouts::new(config.timeout),
                 monitored: AtomicU64::new(0),
                 watch: Arc::new(watch),
-                following: Mutex::new(None),
-                alive: Mutex::new(Some(Alive::default())),
                 this: Weak::clone(this),
                 config,
             }

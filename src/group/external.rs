@@ -72,7 +72,7 @@ impl External {
         let External { id, kind, number, root, site, on_device, issued, begun, timeout, .. } = *self;
         let which = Which::External { id, issued };
         let age = clock::stamp().saturating_sub(begun.unwrap_or(u64::MAX));
-        Waiting { which, kind, root, number, what: self.what(), site, timeout, age, on_device }
+        Waiting { which, kind, root, number, signature: None, what: self.what(), site, timeout, age, on_device }
     }
 
     fn deadline(&self) -> u64 {

@@ -9,10 +9,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::engine::device::Agreed;
-use crate::engine::{BlockSizes, Control, LAUNCHES_KEPT, Signed};
+use crate::engine::{BlockSizes, Blockers, Control, LAUNCHES_KEPT, LastCall, PeerProgress, Signed};
 use crate::error::Error;
+use crate::hang::MOST;
 use crate::hang::difference::{Difference, Launch, Misfit, misfit_error};
+use crate::hang::waiting::Waiting;
 use crate::op;
+use crate::types::Kind;
 
 /// The launches of this rank in one group.
 pub(super) struct Launches {
@@ -111,8 +114,41 @@ impl Launches {
         misfit_error(&self.name, (*number, signed.signature), named)
     }
 
+    /// The ranks that an operation on a device waits for. The number of each rank's last collective on a device is in
+    /// the memory that the ranks share. None of it is known if they share none. `process_of`: a rank's process, for texts.
+    pub fn blockers(&self, waiting: &Waiting, process_of: impl Fn(usize) -> String) -> Blockers {
+        if self.control.inquiry().is_none() {
+            return Blockers::Unknown(None);
+        }
+        let described = |number: u64, kind: u8| {
+            let kind = Kind::from_u8(kind).filter(|_| number > 0);
+            kind.map(|kind| format!("{kind} number {number} on a device"))
+        };
+        let others = (0..self.ranks).filter(|rank| *rank != self.rank);
+        let others = others.filter_map(|rank| Some((rank, self.control.launched(rank)?)));
+        if waiting.kind.is_p2p() {
+            let peers = others.filter(|(rank, _)| *rank == waiting.root as usize);
+            let peers = peers.map(|(rank, (number, kind))| (rank, PeerProgress::NotInMessage(described(number, kind))));
+            return Blockers::Ranks(peers.collect());
+        }
+        let (late, entered): (Vec<_>, Vec<_>) = others.partition(|(_, (number, _))| *number < waiting.number);
+        if late.is_empty() {
+            let each = entered.iter().take(MOST).map(|(rank, _)| {
+                let process = process_of(*rank);
+                let instead = self.called_instead(*rank, waiting.number);
+                format!("rank {rank}{process} {}", instead.as_deref().unwrap_or("has issued it"))
+            });
+            return Blockers::Unknown((!entered.is_empty()).then(|| each.collect::<Vec<_>>().join("; ")));
+        }
+        let before = |(rank, (number, kind))| {
+            let last = described(number, kind).map(|text| LastCall { number, text });
+            (rank, PeerProgress::NotEntered(last))
+        };
+        Blockers::Ranks(late.into_iter().map(before).collect())
+    }
+
     /// The call of a rank on this host under this number, if it differs from this rank's call.
-    pub fn called_instead(&self, rank: usize, number: u64) -> Option<String> {
+    fn called_instead(&self, rank: usize, number: u64) -> Option<String> {
         let (own, count) = self.of(number, number);
         let (_, signed) = own[..count].first()?;
         let other = self.control.signed(rank, number).filter(|other| other.differs(signed))?;

@@ -9,7 +9,8 @@
 //! `counters` numbers the operations. `faults` records why the group is unusable, and names ranks that ended. `role`
 //! says whether the program or another group created the group. `external` has the operations that no engine runs,
 //! `launches` the signatures of launches on devices, and `extensions` the timeouts. `barrier` is the monitored barrier.
-//! `explain` (with `estimate`) and `report` serve explanations and statistics. Lower layers see the group only through
+//! `explain` (with `estimate`) serves explanations and statistics. `ties` is what the group holds of its process and of
+//! its peers' processes, `waiters` how threads wait for it. Lower layers see the group only through
 //! a trait: the diagnosis of hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the
 //! threads of a group over several hosts through `lanes`. `local` makes groups of threads, for tests.
 
@@ -28,23 +29,25 @@ mod lanes;
 mod launches;
 #[cfg(feature = "testing")]
 mod local;
-mod report;
 mod role;
 mod subject;
+mod ties;
+mod waiters;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
 use self::counters::Counters;
-pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
+pub use self::explain::{NAMES, StartRule, explain_without_group, start_rule, table_without_group};
 use self::extensions::{Extensions, Owner, Timeouts};
 use self::external::Externals;
 pub use self::external::{Carrier, ExternalOp};
 use self::faults::Faults;
 pub use self::handle::Op;
 use self::launches::Launches;
-pub use self::report::NAMES;
+use self::ties::Ties;
+use self::waiters::Waiters;
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
 use crate::error::{Error, GO_ON, Result, contained, laid_out};
@@ -57,12 +60,10 @@ use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
-use crate::os::watch::Alive;
 use crate::os::{clock, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
-use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
 use crate::threads;
@@ -84,17 +85,8 @@ pub struct Group {
     domain: Arc<Domain>,
     /// A random number that is equal on all ranks; zeros if the ranks held no rendezvous.
     id: [u8; 16],
-    /// The keys in the store that this rank has set while the group was made, and that no rank reads any more.
-    keys: Vec<String>,
-    /// Number of forks of the process before this group was made. In a forked child the current number differs, and the
-    /// child must not use the group.
-    generation: u32,
-    spin_policy: SpinPolicy,
-    /// The threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread does
-    /// this alone.
-    helpers: Option<Helpers>,
-    /// Cached `Control::has_threads`.
-    has_threads: bool,
+    ties: Ties,
+    waiters: Waiters,
     /// The part of the engine that is used without the group's lock.
     control: Arc<dyn Control>,
     /// How algorithms are chosen. If the ranks held a rendezvous, this is rank 0's policy.
@@ -114,11 +106,6 @@ pub struct Group {
     monitored: AtomicU64,
     /// Asks the other ranks about operations that wait for long, and answers their questions.
     watch: Arc<Watch>,
-    /// Reports peers whose process has ended.
-    following: Mutex<Option<Following>>,
-    /// While it is set, a child that the process forks counts as orphaned (`os::watch::orphaned`). `None` after the
-    /// group was shut down.
-    alive: Mutex<Option<Alive>>,
     /// A reference to the group itself, which the operations that the group returns need.
     this: Weak<Group>,
 }
@@ -142,17 +129,7 @@ impl Group {
     pub fn describe(&self) -> String {
         let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
         let engine = self.lock().engine.describe();
-        let waits = match self.control.wake_address() {
-            Some(_) => format!(", {}", self.spin_policy),
-            None => String::new(),
-        };
-        let threads = match &self.helpers {
-            Some(Helpers { threads, .. }) => {
-                format!(", {threads} threads copy and combine from {} KiB on", (2 * threads::LEAST_BYTES) >> 10)
-            }
-            None => String::new(),
-        };
-        format!("group '{name}' rank {rank} of {size}: {engine}{waits}{threads}")
+        format!("group '{name}' rank {rank} of {size}: {engine}{}", self.waiters.describe(&*self.control))
     }
 
     /// Starts an operation. Never waits for a peer.
@@ -181,7 +158,7 @@ impl Group {
         };
         // The caller gets an error and may free the tensors, so the group cannot continue this operation.
         self.poison(error.clone());
-        if self.has_threads {
+        if self.waiters.has_threads {
             // A thread of the engine may be in the middle of a copy. `poison` has ended everything that the engine's
             // thread waits for.
             driver::wait_until(self, &NoSignals, None, || core.is_done());
@@ -259,7 +236,7 @@ impl Group {
     /// Fails in a forked child, which must not use its parent's group: threads that do not exist in the child may hold
     /// the locks.
     pub fn not_forked(&self) -> Result<()> {
-        if watch::generation() != self.generation {
+        if self.ties.is_inherited() {
             return Err(Error::invalid(
                 "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method"
                     .to_string(),
@@ -360,10 +337,7 @@ impl Group {
         }
         let member: Arc<dyn Member> = Arc::<Watch>::clone(&self.watch);
         self.watch.responder().remove(&member);
-        // Not under any lock: dropping the last group of a set of processes stops watching these processes.
-        let following = self.following.lock().unwrap().take();
-        drop(following);
-        *self.alive.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.ties.let_go();
     }
 
     fn fail_all(&self, error: &Error) {
@@ -453,7 +427,7 @@ impl Group {
 
 impl Driven for Group {
     fn drive(&self) -> bool {
-        if self.has_threads {
+        if self.waiters.has_threads {
             return contained(|| Ok(self.control.poll(Duration::ZERO))).unwrap_or_else(|bug| {
                 self.poison(bug);
                 true
@@ -484,7 +458,7 @@ impl Driven for Group {
 
     fn rest(&self, pause: Duration) -> bool {
         let poll = || contained(|| Ok(self.control.poll(pause)));
-        self.has_threads
+        self.waiters.has_threads
             && poll().unwrap_or_else(|bug| {
                 self.poison(bug);
                 true
@@ -518,11 +492,11 @@ impl Driven for Group {
         &self.domain
     }
     fn helpers(&self) -> Option<Helpers> {
-        self.helpers.clone()
+        self.waiters.helpers.clone()
     }
 
     fn spin_policy(&self) -> SpinPolicy {
-        if self.has_threads && self.control.polls() { SpinPolicy::yielding() } else { self.spin_policy }
+        self.waiters.spins(&*self.control)
     }
     fn shares_core(&self) -> bool {
         self.control.shares_core()
@@ -537,7 +511,7 @@ impl Driven for Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        if watch::generation() != self.generation || self.faults.is_closed() {
+        if self.ties.is_inherited() || self.faults.is_closed() {
             return;
         }
         // Pending operations must be removed from the domain's count, and their owners must get a report.

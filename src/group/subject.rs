@@ -4,16 +4,15 @@
 use std::time::Duration;
 
 use super::Group;
-use crate::engine::{Blockers, LastCall, PeerProgress};
+use crate::engine::Blockers;
 use crate::error::Error;
 use crate::hang::store_channel::StoreChannel;
 use crate::hang::store_keys::SharedStore;
 use crate::hang::waiting::{Waiting, Which};
-use crate::hang::{MOST, Progress, Subject, store_threads};
+use crate::hang::{Progress, Subject, store_threads};
 use crate::os::clock;
 use crate::select::Choice;
 use crate::stats::history::{Record, State};
-use crate::types::Kind;
 
 impl Subject for Group {
     fn next_external(&self) -> Option<Waiting> {
@@ -39,10 +38,9 @@ impl Subject for Group {
         match &waiting.which {
             Which::Engine(op) => match op.upgrade() {
                 Some(op) => self.lock().engine.blockers(&op),
-                None => Blockers::Unknown("it has ended meanwhile".to_string()),
+                None => Blockers::Unknown(Some("it has ended meanwhile".to_string())),
             },
-            Which::External { .. } if self.control.inquiry().is_none() => Blockers::Unknown(String::new()),
-            Which::External { .. } => self.blockers_on_device(waiting),
+            Which::External { .. } => self.launches.blockers(waiting, |rank| self.watch.process_of(rank)),
         }
     }
 
@@ -89,42 +87,14 @@ impl Subject for Group {
 }
 
 impl Group {
-    /// The ranks that an operation on a device waits for. The number of each rank's last collective on a device is in
-    /// the memory that the ranks share.
-    fn blockers_on_device(&self, waiting: &Waiting) -> Blockers {
-        let described = |number: u64, kind: u8| {
-            let kind = Kind::from_u8(kind).filter(|_| number > 0);
-            kind.map(|kind| format!("{kind} number {number} on a device"))
-        };
-        let others = (0..self.config.size).filter(|rank| *rank != self.config.rank);
-        let others = others.filter_map(|rank| Some((rank, self.control.launched(rank)?)));
-        if waiting.kind.is_p2p() {
-            let peers = others.filter(|(rank, _)| *rank == waiting.root as usize);
-            let peers = peers.map(|(rank, (number, kind))| (rank, PeerProgress::NotInMessage(described(number, kind))));
-            return Blockers::Ranks(peers.collect());
-        }
-        let (late, entered): (Vec<_>, Vec<_>) = others.partition(|(_, (number, _))| *number < waiting.number);
-        if late.is_empty() {
-            let each = entered.iter().take(MOST).map(|(rank, _)| {
-                let process = self.watch.process_of(*rank);
-                let instead = self.launches.called_instead(*rank, waiting.number);
-                format!("rank {rank}{process} {}", instead.as_deref().unwrap_or("has issued it"))
-            });
-            return Blockers::Unknown(each.collect::<Vec<_>>().join("; "));
-        }
-        let before = |(rank, (number, kind))| {
-            let last = described(number, kind).map(|text| LastCall { number, text });
-            (rank, PeerProgress::NotEntered(last))
-        };
-        Blockers::Ranks(late.into_iter().map(before).collect())
-    }
-
     /// Lets ranks that share no memory ask each other through this store.
     pub fn set_board(&self, store: SharedStore) {
         // Without the id on which the ranks agree at the rendezvous, the keys of two groups would collide.
         let needs_one = self.config.size > 1 && self.watch.channel().is_none() && self.id != [0; 16];
         let (connection, responder) = (store.connection(), self.watch.responder());
-        if needs_one && self.watch.set_channel(StoreChannel::over(store, &self.id(), responder, self.keys.clone())) {
+        if needs_one
+            && self.watch.set_channel(StoreChannel::over(store, &self.id(), responder, self.watch.who.keys.clone()))
+        {
             store_threads::start(responder, connection);
         }
     }

@@ -135,7 +135,9 @@ impl Member for Watch {
         }?;
         let blockers = self.blockers(&*subject, &self.lock(), &waiting);
         let edges = self.edges(&blockers, &waiting);
-        Some(Waits { group: self.who.name.clone(), milliseconds: waiting.age / 1_000_000, what: waiting.what, edges })
+        let called = (waiting.signature, waiting.number);
+        let (group, milliseconds) = (self.who.name.clone(), waiting.age / 1_000_000);
+        Some(Waits { group, milliseconds, what: waiting.what, called, edges })
     }
     fn waits_long(&self) -> bool {
         !self.pending().is_empty()

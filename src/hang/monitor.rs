@@ -210,14 +210,15 @@ pub fn late_for(
 
 /// If every rank has called a collective with the number of this one: the ranks that wait in another operation,
 /// according to their answers. An engine compares calls by the data that the ranks exchange, but no data arrives if, for
-/// instance, each rank believes that another one is the root of a broadcast. The text of an engine's operation comes
-/// from the signature that it compares, so ranks that made the same call have the same text.
+/// instance, each rank believes that another one is the root of a broadcast. Ranks that made the same call have the same
+/// signature under the same number.
 fn elsewhere(waiting: &Waiting, statuses: &BTreeMap<usize, Status>, me: usize) -> Vec<(usize, PeerProgress)> {
     if !matches!(waiting.which, Which::Engine(_)) {
         return Vec::new();
     }
     let others = statuses.iter().filter(|(rank, _)| **rank != me);
-    let waits = others.filter(|(_, status)| status.waits.as_ref().is_some_and(|waits| waits.what != waiting.what));
+    let called = (waiting.signature, waiting.number);
+    let waits = others.filter(|(_, status)| status.waits.as_ref().is_some_and(|waits| waits.called != called));
     waits.map(|(rank, _)| (*rank, PeerProgress::CalledOther)).collect()
 }
 
@@ -251,6 +252,7 @@ mod tests {
             kind: Kind::AllReduce,
             root: 0,
             number,
+            signature: None,
             what: format!("all_reduce(4 bytes) number {number}"),
             site: 0,
             timeout,
@@ -261,19 +263,16 @@ mod tests {
 
     #[test]
     fn a_rank_that_waits_in_another_call_of_the_same_number_is_named() {
-        let waits = |what: &str| Waits { what: what.into(), ..Waits::default() };
-        let status = |what: Option<&str>| Status { issued: 3, waits: what.map(waits), ..Status::default() };
-        let statuses: BTreeMap<usize, Status> = [
-            (0, status(Some("all_reduce(4 bytes) number 3"))),
-            (1, status(Some("all_reduce(8 bytes) number 3"))),
-            (2, status(Some("all_reduce(4 bytes) number 3"))),
-            (3, status(None)),
-        ]
-        .into();
-        let of_an_engine = Waiting { which: Which::Engine(Weak::new()), ..all_reduce(3, 0, Duration::ZERO) };
+        // Texts decide nothing.
+        let waits = |signature| Waits { what: "op".into(), called: (Some(signature), 3), ..Waits::default() };
+        let status = |signature: Option<u64>| Status { issued: 3, waits: signature.map(waits), ..Status::default() };
+        let statuses: BTreeMap<usize, Status> =
+            [(0, status(Some(4))), (1, status(Some(8))), (2, status(Some(4))), (3, status(None))].into();
+        let which = Which::Engine(Weak::new());
+        let of_an_engine = Waiting { which, signature: Some(4), ..all_reduce(3, 0, Duration::ZERO) };
         assert_eq!(elsewhere(&of_an_engine, &statuses, 0), [(1, PeerProgress::CalledOther)]);
         assert_eq!(elsewhere(&of_an_engine, &statuses, 1), [], "a rank does not name itself");
-        assert_eq!(elsewhere(&all_reduce(3, 0, Duration::ZERO), &statuses, 0), [], "its text may differ between ranks");
+        assert_eq!(elsewhere(&all_reduce(3, 0, Duration::ZERO), &statuses, 0), [], "it is not compared between ranks");
     }
 
     #[test]
@@ -351,7 +350,7 @@ mod tests {
             let answers = BTreeMap::from([(0, Status { issued, ..Status::default() })]);
             Outcome { result: QueryResult::of(2, &answers), answers, silent: BTreeMap::new() }
         };
-        let blockers = |monitor: &Monitor| monitor.blockers(&waiting, Blockers::Unknown(String::new()), (2, 0));
+        let blockers = |monitor: &Monitor| monitor.blockers(&waiting, Blockers::Unknown(None), (2, 0));
         monitor.receive(&outcome(4), std::slice::from_ref(&waiting), 0, SECOND);
         assert!(matches!(blockers(&monitor), Blockers::Unknown(_)));
         monitor.receive(&outcome(5), std::slice::from_ref(&waiting), 0, SECOND);

@@ -28,6 +28,8 @@ pub struct Waits {
     pub group: String,
     /// The operation and its number, as text.
     pub what: String,
+    /// The operation's signature, if an engine runs it (`Waiting::signature`), and its number.
+    pub called: (Option<u64>, u64),
     /// How long the operation's timeout has been running (`Waiting::age`).
     pub milliseconds: u64,
     /// One edge for each rank that has yet to make its call.
@@ -79,7 +81,11 @@ impl Status {
             Place::Locked => to.u8(1),
             Place::At(place) => text(to.u8(2), place),
         };
-        let to = to.list(&self.waits, |to, waits| text(text(to, &waits.group), &waits.what).u64(waits.milliseconds));
+        let to = to.list(&self.waits, |to, waits| {
+            let (signature, number) = waits.called;
+            let to = text(text(to, &waits.group), &waits.what).u64(waits.milliseconds);
+            to.list(&signature, |to, signature| to.u64(*signature)).u64(number)
+        });
         self.edges
             .iter()
             .fold(to, |to, (edge, age)| {
@@ -115,7 +121,8 @@ impl Status {
         };
         let waits = |from: &mut Reader| {
             let (group, what, milliseconds) = (from.text()?, from.text()?, from.u64()?);
-            Some(Waits { group, what, milliseconds, edges: Vec::new() })
+            let called = (from.list(Reader::u64)?.pop(), from.u64()?);
+            Some(Waits { group, what, called, milliseconds, edges: Vec::new() })
         };
         self.waits = from.list(waits)?.pop();
         loop {
@@ -162,7 +169,13 @@ mod tests {
             stopped: vec![3, 1],
             idle: Some(3400),
             place: Place::At("/src/train.py:31 in step".into()),
-            waits: Some(Waits { group: "dp".into(), what: "recv".into(), milliseconds: 5, edges: Vec::new() }),
+            waits: Some(Waits {
+                group: "dp".into(),
+                what: "recv".into(),
+                called: (Some(u64::MAX), 9),
+                milliseconds: 5,
+                edges: Vec::new(),
+            }),
             edges: vec![edge(1, 0), edge(2, 1)],
         }
     }

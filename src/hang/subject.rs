@@ -62,6 +62,8 @@ pub struct Who {
     /// Whether this group consists of the ranks of one host of a larger group. If so, only the larger group asks other
     /// ranks.
     pub is_inside: bool,
+    /// The keys in the store that this rank has set while the group was made, and that no rank reads any more.
+    pub keys: Vec<String>,
     /// The option `soft_timeout`. If it is zero, no line is logged.
     pub soft: Duration,
 }

@@ -36,6 +36,8 @@ pub struct Waiting {
     pub root: u32,
     /// Sequence number among the collectives, or among the messages of its ordered pair of ranks.
     pub number: u64,
+    /// The signature by which an engine compares the operation between ranks. None if no engine runs it.
+    pub signature: Option<u64>,
     /// The operation as called on this rank, and its number, as text.
     pub what: String,
     /// See `CallNote::site`.
@@ -55,6 +57,7 @@ impl Waiting {
             kind: op.request.kind,
             root: op.request.root,
             number: op.number,
+            signature: Some(op.signature),
             what: op.what(),
             site: op.request.note.site,
             timeout: op.timeout,

@@ -198,11 +198,11 @@ impl Watch {
 
     pub(super) fn blockers(&self, subject: &dyn Subject, monitor: &Monitor, waiting: &Waiting) -> Blockers {
         let seen = match subject.blockers(waiting) {
-            Blockers::Unknown(text) if text.is_empty() => {
+            Blockers::Unknown(None) => {
                 let complete = monitor.of(&waiting.which).is_some_and(|watched| watched.complete);
                 let text =
                     if complete { "no rank is known to be missing" } else { "the ranks have not said what they do" };
-                Blockers::Unknown(text.to_string())
+                Blockers::Unknown(Some(text.to_string()))
             }
             seen => seen,
         };
@@ -314,7 +314,7 @@ impl Watch {
                 WaitsFor::Ranks(ranks.into_iter().map(missing).collect(), others)
             }
             Blockers::Earlier(first) => WaitsFor::Earlier(first.what()),
-            Blockers::Unknown(text) => WaitsFor::Unknown(text),
+            Blockers::Unknown(text) => WaitsFor::Unknown(text.unwrap_or_default()),
         };
         StallReport {
             called: self.host.call_site(waiting.site),

@@ -9,12 +9,12 @@ use std::process::{Child, Stdio};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::common::device::{Case, OPS, local, spans};
+use crate::common::device::{Case, OPS, local, spans, synchronize};
 use crate::common::reference::is_defined;
 use crate::common::this_program;
 use sagellm::engine::device::{
     Api, Communicator, Hints, Job, Local, LoweringInput, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream,
-    Vendor, always, calls, launch, lower, open, open_runtime, synchronize,
+    Vendor, always, calls, launch, lower, open, open_runtime,
 };
 use sagellm::error::{Error, ErrorKind, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
@@ -328,7 +328,6 @@ fn collectives() {
         }
     }
     assert!(done > 400 && refused > 50, "{done} done, {refused} refused");
-    world.runtime.stream_destroy(stream).unwrap();
     communicator.close(MINUTE).unwrap();
     let after = communicator.poll().unwrap_err();
     assert_eq!(after, Error::aborted("sagellm: poll: the communicator was closed"));
@@ -394,7 +393,7 @@ fn streams() {
     let communicator = world.join(MINUTE).unwrap();
     let (first, second) = (world.stream(), world.stream());
     let runtime = &*world.runtime;
-    assert!(runtime.device_count().unwrap() >= 2 && !runtime.describe().is_empty());
+    assert!(!runtime.describe().is_empty());
     let sum = asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, world.ranks);
     let sum = lower(&sum, world.api.capabilities()).unwrap();
     let mut data = vec![1f32; 8];
@@ -402,15 +401,12 @@ fn streams() {
     let job =
         Job { factor: 0, lowering: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
     let mut copy = vec![0f32; 8];
-    let (done, read) = (runtime.event_create(false).unwrap(), runtime.event_create(false).unwrap());
-    let (start, end) = (runtime.event_create(true).unwrap(), runtime.event_create(true).unwrap());
+    let (done, read) = (runtime.event_create().unwrap(), runtime.event_create().unwrap());
     let mut expected = 1.0;
     for _ in 0..4 {
-        runtime.event_record(start, first).unwrap();
         let launched = launch(&*communicator, runtime, &job, first).unwrap();
         runtime.event_record(done, first).unwrap();
-        runtime.event_record(end, first).unwrap();
-        assert!(!runtime.event_done(done).unwrap() && !runtime.stream_idle(first).unwrap(), "it takes 20 ms");
+        assert!(!runtime.stream_idle(first).unwrap(), "it takes 20 ms");
         // The second stream copies the result after `done`. The first stream continues after `read`, when the copy has
         // ended.
         runtime.event_wait(second, done).unwrap();
@@ -421,13 +417,10 @@ fn streams() {
         drop(launched);
         expected *= world.ranks as f32;
         assert_eq!(copy, vec![expected; 8]);
-        assert!(runtime.event_done(done).unwrap() && runtime.event_done(read).unwrap());
-        assert!(runtime.elapsed(start, end).unwrap() >= Duration::from_millis(10));
     }
     assert!(!runtime.capturing(first).unwrap());
     let before = runtime.exchange_capture_mode(SPARES_CAPTURES).unwrap();
     assert_eq!(runtime.exchange_capture_mode(before).unwrap(), SPARES_CAPTURES);
-    [done, read, start, end].into_iter().for_each(|event| runtime.event_destroy(event).unwrap());
     // A new thread has no current device until it selects one.
     std::thread::scope(|scope| {
         scope.spawn(|| {

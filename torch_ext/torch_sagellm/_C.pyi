@@ -28,7 +28,7 @@ class Batch(TypedDict):
 class Past(TypedDict):
     number: int
     host_staged: bool
-    #: Time of the record; 0 before the operation has started.
+    #: Code of the choice with which the operation ran, like `code` of `Explanation`; 0 before it has started.
     recorded: int
     batch: Batch | None
 

@@ -2,7 +2,7 @@
 //! build needs no vendor header and links no vendor library.
 //!
 //! ```no_run
-//! use sagellm::engine::device::{LoweringInput, always, Hints, Job, Setup, Vendor, launch, lower, open, open_runtime, synchronize};
+//! use sagellm::engine::device::{LoweringInput, always, Hints, Job, Setup, Vendor, launch, lower, open, open_runtime};
 //! # use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 //! # fn main() -> sagellm::error::Result<()> {
 //! # let (rank, ranks, address, minute) = (0, 1, 0x7000_0000, std::time::Duration::from_secs(60));
@@ -32,7 +32,7 @@
 //! let job = Job { factor: 0, lowering: &lowering, rank, ranks, root: 0, send: &memory, recv: &memory };
 //! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait for the device
 //! communicator.poll()?; // asynchronous errors; when a deadline passes: `communicator.abort()`
-//! synchronize(&*runtime, stream, minute)?;
+//! while !runtime.stream_idle(stream)? {}
 //! drop(launched); // not earlier: the device may still read this memory
 //! communicator.close(minute)
 //! # }
@@ -93,7 +93,7 @@ pub use self::libs::loader::Hints;
 pub use self::lifetime::Retired;
 pub use self::lowered::{Lowered, Placed};
 pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower};
-pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
+pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream};
 pub use self::watchdog::Found;
 
 use crate::error::{Error, Result};

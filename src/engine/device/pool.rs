@@ -65,7 +65,7 @@ impl Pool {
     /// An event without timing, of the device that this thread has selected.
     pub fn event(&self, device: i32) -> Result<Event> {
         let free = lock(&self.events).get_mut(&device).and_then(Vec::pop);
-        free.map_or_else(|| self.runtime.event_create(false), Ok)
+        free.map_or_else(|| self.runtime.event_create(), Ok)
     }
 
     /// Takes back events for which no stream waits any more.

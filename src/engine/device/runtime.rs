@@ -4,9 +4,8 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A vendor's stream (cudaStream_t, aclrtStream, cnrtQueue_t) as a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,13 +22,11 @@ pub const SPARES_CAPTURES: u32 = 2;
 /// The calls of a device runtime that the engine needs. Every thread must call `set_device` before any other function.
 pub trait Runtime: Send + Sync {
     fn describe(&self) -> String;
-    fn device_count(&self) -> Result<u32>;
     /// Selects the device of the calling thread. In every runtime the current device belongs to a thread, and a new
     /// thread does not inherit it.
     fn set_device(&self, device: i32) -> Result<()>;
     /// Creates a stream that runs concurrently with all other streams of the device.
     fn stream_create(&self) -> Result<Stream>;
-    fn stream_destroy(&self, stream: Stream) -> Result<()>;
     /// Whether all work on the stream is complete. Never waits.
     fn stream_idle(&self, stream: Stream) -> Result<bool>;
     /// Whether the stream is being captured into a graph. A stream or event must not be queried while it is captured.
@@ -41,18 +38,12 @@ pub trait Runtime: Send + Sync {
     fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
         Ok(mode)
     }
-    /// Creates an event. Only `timed` events can be passed to `elapsed`; the others are cheaper.
-    fn event_create(&self, timed: bool) -> Result<Event>;
-    /// Destroys an event. The device must have completed all work that uses it.
-    fn event_destroy(&self, event: Event) -> Result<()>;
+    /// Creates an event that orders streams and records no time, which is cheaper.
+    fn event_create(&self) -> Result<Event>;
     /// Records the event behind all work that is now on the stream. An event may be recorded again.
     fn event_record(&self, event: Event, stream: Stream) -> Result<()>;
     /// Makes later work on the stream wait for the event. The host does not wait.
     fn event_wait(&self, stream: Stream, event: Event) -> Result<()>;
-    /// Whether the stream has reached the recorded event. Never waits.
-    fn event_done(&self, event: Event) -> Result<bool>;
-    /// Time between two timed events that have completed.
-    fn elapsed(&self, start: Event, end: Event) -> Result<Duration>;
     /// Copies `bytes` bytes within the device, in stream order.
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()>;
     /// Address of a small block of device memory for messages that only connect ranks; its contents do not matter.
@@ -75,24 +66,4 @@ impl Spare {
         }
         Ok(*known.entry(device).or_insert(make()?))
     }
-}
-
-/// Waits until the stream's work is complete. Polls, because the runtimes' own waiting functions take no deadline.
-pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) -> Result<()> {
-    let end = Instant::now() + deadline;
-    let mut pause = Duration::from_micros(10);
-    while !runtime.stream_idle(stream)? {
-        if Instant::now() >= end {
-            let text = format!("sagellm: a stream was not done within {} ms", deadline.as_millis());
-            return Err(Error::timeout(text));
-        }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(Duration::from_millis(1));
-    }
-    Ok(())
-}
-
-/// Converts a runtime's time in milliseconds.
-pub(super) fn milliseconds(time: f32) -> Duration {
-    Duration::from_secs_f64(f64::from(time.max(0.0)) / 1000.0)
 }

@@ -5,6 +5,7 @@
 //! message that is never sent.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::frames::FrameHeader;
@@ -15,8 +16,10 @@ use super::vector::{Vector, copy_in, cut, span, whole, written};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::engine::Told;
 use crate::error::{Error, Result};
-use crate::op::words::{Called, MOVED, different};
+use crate::fusion::planner::Batch;
+use crate::op::Op;
 use crate::os::clock;
+use crate::select::inter::HostsChoice;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 /// A shared-memory group of this host's ranks. Each lane (`lanes`) has its own group.
@@ -43,6 +46,14 @@ pub struct ChosenAlgorithm {
     pub leaders: usize,
     /// Whether the result must have the bits that one host would give: every element is combined in rank order.
     pub strict: bool,
+}
+
+/// A batch that a lane has taken from the planner.
+pub struct Task {
+    pub batch: Batch,
+    pub ops: Vec<Arc<Op>>,
+    pub header: FrameHeader,
+    pub choice: HostsChoice,
 }
 
 pub struct BatchRun<'a> {
@@ -95,34 +106,25 @@ impl BatchRun<'_> {
     /// Compares the operations that the ranks of this host are about to run. Also gives each rank the others' factors
     /// of PREMUL_SUM and the minimum of their `FrameHeader::issued`.
     pub fn compare_inside(&mut self) -> Result<()> {
-        const WORDS: usize = 6;
         if self.inside.is_none() {
             return Ok(());
         }
-        let FrameHeader { signature, lists, chain, number, issued, factor } = self.header;
-        let own = [signature, chain, number, issued, factor, lists];
-        let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let mine = self.header.write();
         let mut all = vec![0u8; mine.len() * self.host_map.local_ranks().len()];
         self.run_in_host(HostCall {
             inputs: vec![span(&mine)],
             outputs: vec![written(&mut all)],
             ..HostCall::new(Kind::AllGather)
         })?;
-        for (rank, theirs) in self.host_map.local_ranks().iter().zip(all.chunks_exact(WORDS * 8)) {
-            let word = |at: usize| u64::from_le_bytes(theirs[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
-            if (word(0), word(2)) != (signature, number) {
-                let theirs = Called { rank: *rank, signature: word(0), number: word(2) };
-                return Err(different(self.header.called_by(self.host_map.me), theirs, MOVED));
-            }
-            if let Some(error) = self.header.other_list(self.host_map.me, *rank, word(5)) {
+        let (headers, _) = all.as_chunks::<{ FrameHeader::BYTES }>();
+        for (rank, theirs) in self.host_map.local_ranks().iter().zip(headers) {
+            let theirs = FrameHeader::read(theirs);
+            if let Some(error) = self.header.disagreement(self.host_map.me, *rank, &theirs, "") {
                 return Err(error);
             }
-            if word(1) != chain {
-                return Err(self.header.differs_in_part(self.host_map.me, *rank, String::new()));
-            }
-            self.header.issued = self.header.issued.min(word(3));
-            self.factors[*rank] = f64::from_bits(word(4));
-            self.transport.heard.iter_mut().for_each(|heard| heard.push((*rank, word(4))));
+            self.header.issued = self.header.issued.min(theirs.issued);
+            self.factors[*rank] = f64::from_bits(theirs.factor);
+            self.transport.heard.iter_mut().for_each(|heard| heard.push((*rank, theirs.factor)));
         }
         Ok(())
     }

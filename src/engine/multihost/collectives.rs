@@ -25,7 +25,7 @@ use std::ops::Range;
 use super::batch::{BatchRun, HostCall};
 use super::step::{Arrived, Incoming, Outgoing};
 use super::vector::{Vector, copy_across, copy_in, copy_out, cut, partial, span, whole, written};
-use crate::algorithms::{Algorithm, Schedule};
+use crate::algorithms::{Algorithm, Schedule, part_range};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
 
@@ -277,9 +277,8 @@ impl BatchRun<'_> {
         let leader = self.leader_position(&members);
         if self.host_map.local_rank == leader {
             let steps = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), self.host_map.host_of[root])?;
-            let parts = steps.parts();
-            let ranges = |part: usize| bytes * part / parts..bytes * (part + 1) / parts;
-            self.run_schedule(&steps, &members, data, &ranges, None)?;
+            let range = |part: usize| part_range(bytes, steps.parts(), part);
+            self.run_schedule(&steps, &members, data, &range, None)?;
         }
         if self.inside.is_none() {
             return Ok(());

@@ -264,9 +264,8 @@ impl Engine for MultiHost {
         }
         drop(state);
         if op.request.kind.is_p2p() {
-            return Blockers::Unknown(
-                "no answer from the other rank: it has not come to it, or cannot be reached".to_string(),
-            );
+            let text = "no answer from the other rank: it has not come to it, or cannot be reached";
+            return Blockers::Unknown(Some(text.to_string()));
         }
         let each = self.lanes.waiting.iter().map(|lane| lane.load(Ordering::Relaxed));
         let waiting: Vec<String> = each.filter(|rank| *rank != NOBODY).map(|rank| format!("rank {rank}")).collect();
@@ -274,7 +273,7 @@ impl Engine for MultiHost {
             [] => "no answer from ranks of its own host".to_string(),
             ranks => format!("no answer from {} on another host", ranks.join(" and ")),
         };
-        Blockers::Unknown(format!("{missing}: it has not entered it, or cannot be reached"))
+        Blockers::Unknown(Some(format!("{missing}: it has not entered it, or cannot be reached")))
     }
 
     fn collective(&self, number: u64) -> Option<Arc<Op>> {

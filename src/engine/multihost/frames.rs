@@ -13,9 +13,12 @@ use crate::op::words::{Called, MOVED, different};
 /// Longest frame.
 pub const FRAME: usize = 16 << 10;
 /// Size of a frame's header in bytes.
-pub const HEADER: usize = 56;
+pub const HEADER: usize = 8 + FrameHeader::BYTES;
 /// The largest amount of data that fits into a frame.
 pub const INLINE: usize = FRAME - HEADER;
+/// A line of the text if two ranks that run the same operation do not run the same batch.
+pub const DIFFERED_BEFORE: &str = "what was agreed before it differs";
+
 /// The header of every frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FrameHeader {
@@ -58,6 +61,23 @@ impl Step {
 }
 
 impl FrameHeader {
+    pub const BYTES: usize = 48;
+
+    pub fn write(&self) -> [u8; FrameHeader::BYTES] {
+        let FrameHeader { signature, lists, chain, number, issued, factor } = *self;
+        let mut out = [0; FrameHeader::BYTES];
+        for (at, word) in out.chunks_exact_mut(8).zip([signature, chain, number, issued, factor, lists]) {
+            at.copy_from_slice(&word.to_le_bytes());
+        }
+        out
+    }
+
+    pub fn read(bytes: &[u8; FrameHeader::BYTES]) -> FrameHeader {
+        let word = |at: usize| u64::from_le_bytes(bytes[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
+        let [signature, chain, number, issued, factor, lists] = std::array::from_fn(word);
+        FrameHeader { signature, lists, chain, number, issued, factor }
+    }
+
     pub fn step(&self) -> Step {
         Step(self.signature, self.number)
     }
@@ -85,18 +105,19 @@ impl FrameHeader {
 
     /// The error if two ranks passed different lists of tensors to the first operation of the batch. None if the lists
     /// agree.
-    pub fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
+    fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
         let differ = theirs != self.lists && (lists::is_of_tensors(theirs) || lists::is_of_tensors(self.lists));
         let call = || op::describe(self.signature);
         differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), (None, MOVED)))
     }
 
-    /// The error if `peer` does not run the same batch as this rank, whose header this is.
-    pub fn disagreement(&self, me: usize, peer: usize, theirs: &FrameHeader) -> Option<Error> {
+    /// The error if `peer` does not run the same batch as this rank, whose header this is. `came`: a line of the text
+    /// if they agree about the first operation only.
+    pub fn disagreement(&self, me: usize, peer: usize, theirs: &FrameHeader, came: &str) -> Option<Error> {
         if theirs.signature != self.signature || theirs.number != self.number {
             return Some(different(self.called_by(me), theirs.called_by(peer), MOVED));
         }
-        let in_part = || self.differs_in_part(me, peer, "what was agreed before it differs".to_string());
+        let in_part = || self.differs_in_part(me, peer, came.to_string());
         self.other_list(me, peer, theirs.lists).or_else(|| (theirs.chain != self.chain).then(in_part))
     }
 
@@ -111,28 +132,16 @@ impl FrameHeader {
 /// The header of a frame that has `bytes` bytes of data.
 pub fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
     let mut out = [0; HEADER];
-    let first = (word as u64) << 56 | bytes as u64;
-    let words = [first, header.signature, header.chain, header.number, header.issued, header.factor, header.lists];
-    for (at, value) in out.chunks_exact_mut(8).zip(words) {
-        at.copy_from_slice(&value.to_le_bytes());
-    }
+    out[..8].copy_from_slice(&((word as u64) << 56 | bytes as u64).to_le_bytes());
+    out[8..].copy_from_slice(&header.write());
     out
 }
 
 /// The word of a frame, the size of its data, and its header.
 pub fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
-    let word = |at: usize| u64::from_le_bytes(frame[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
-    let (first, header) = (
-        word(0),
-        FrameHeader {
-            signature: word(1),
-            chain: word(2),
-            number: word(3),
-            issued: word(4),
-            factor: word(5),
-            lists: word(6),
-        },
-    );
+    let (first, rest) = frame.split_first_chunk().expect("eight bytes");
+    let header = FrameHeader::read(rest.first_chunk().expect("a header"));
+    let first = u64::from_le_bytes(*first);
     (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 

@@ -7,7 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use once_cell::sync::OnceCell;
 use std::time::{Duration, Instant};
 
-use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
+use super::batch::{BatchRun, ChosenAlgorithm, HostGroup, Task};
+use super::dispatch::dispatch;
 use super::frames::{FrameHeader, tell_fault};
 use super::host_map::HostMap;
 use super::link::Link;
@@ -66,14 +67,6 @@ pub(super) struct Lanes {
 pub(super) struct Home {
     pub this: Weak<Lanes>,
     pub report: Arc<dyn Report>,
-}
-
-/// A batch that a lane has taken from the planner.
-pub(super) struct Task {
-    pub batch: Batch,
-    pub ops: Vec<Arc<Op>>,
-    pub header: FrameHeader,
-    pub choice: HostsChoice,
 }
 
 impl Lanes {
@@ -326,7 +319,7 @@ impl Lanes {
             scratch,
         };
         run.compare_inside()?;
-        self.dispatch(&mut run, task)?;
+        dispatch(&mut run, task)?;
         let agrees =
             task.batch.segments == 1 && matches!(first.kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier);
         Ok(if agrees { run.header.issued } else { 0 })

@@ -18,6 +18,7 @@
 use super::batch::{BatchRun, HostCall};
 use super::collectives::{borders, schedule};
 use super::vector::{Vector, copy_in, copy_out, cut, span, written};
+use crate::algorithms::part_range;
 use crate::error::Result;
 use crate::types::{Kind, Span};
 
@@ -76,7 +77,7 @@ impl BatchRun<'_> {
     /// Like `broadcast`, over `rails` rails.
     pub fn broadcast_over_rails(&mut self, data: &[Span], root: usize, rails: usize) -> Result<()> {
         let bytes: usize = data.iter().map(|span| span.bytes).sum();
-        let share = |rail: usize| bytes * rail / rails..bytes * (rail + 1) / rails;
+        let share = |rail: usize| part_range(bytes, rails, rail);
         let (home, index) = (self.host_map.host_of[root], self.host_map.local_rank);
         let mine = (index < rails).then(|| share(index));
         let mut memory = self.memory(mine.as_ref().map_or(0, ExactSizeIterator::len));
@@ -91,8 +92,7 @@ impl BatchRun<'_> {
                 if self.host_map.host == home { cut(data, mine) } else { vec![written(&mut memory[..mine.len()])] };
             let members = self.host_map.leaders(index);
             let steps = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), home)?;
-            let (parts, length) = (steps.parts(), mine.len());
-            let range = |part: usize| length * part / parts..length * (part + 1) / parts;
+            let range = |part: usize| part_range(mine.len(), steps.parts(), part);
             self.run_schedule(&steps, &members, &place, &range, None)?;
         }
         if self.host_map.host != home {

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::buffers::Buffers;
-use super::frames::{FRAME, FrameHeader, HEADER, INLINE, Step, Word, frame, refusal, unframe};
+use super::frames::{DIFFERED_BEFORE, FRAME, FrameHeader, HEADER, INLINE, Step, Word, frame, refusal, unframe};
 use super::link::{Broken, Link, Transfer};
 use super::names::Names;
 use super::peer::Peer;
@@ -223,7 +223,7 @@ impl Transport {
     fn early_word(&mut self, peer: usize, own: &FrameHeader) -> Option<Error> {
         let frame = self.peers.get_mut(&peer)?.arrived_frame()?;
         let said = refusal(&self.names, peer, own, &frame)
-            .or_else(|| own.disagreement(self.names.me, peer, &unframe(&frame).2));
+            .or_else(|| own.disagreement(self.names.me, peer, &unframe(&frame).2, DIFFERED_BEFORE));
         self.peers.get_mut(&peer)?.put_back(frame);
         said
     }
@@ -353,7 +353,7 @@ impl Transport {
         let (_, length, theirs) = unframe(&frame);
         let came = || format!("{bytes} bytes were expected, {length} came");
         let other_size = || (length != bytes).then(|| own.differs_in_part(self.names.me, peer, came()));
-        match own.disagreement(self.names.me, peer, &theirs).or_else(other_size) {
+        match own.disagreement(self.names.me, peer, &theirs, DIFFERED_BEFORE).or_else(other_size) {
             Some(error) => Err(error),
             None => {
                 self.heard.iter_mut().for_each(|heard| heard.push((peer, theirs.factor)));

@@ -26,8 +26,8 @@ use super::memory::area::Area;
 use super::memory::layout::Part;
 use super::protocol;
 use super::protocol::{Region, Slots};
-use super::small;
 use super::small::{block, block_start};
+use super::{headers, table};
 use crate::engine::pieces::{Pieces, transfer};
 use crate::error::Result;
 use crate::op::Op;
@@ -123,7 +123,7 @@ impl Bulk<'_> {
         if state.seen < ranks {
             let op = self.op;
             let before = state.seen;
-            state.seen = small::look(self.area, op, before, |q| self.verifies(q))?;
+            state.seen = headers::look(self.area, op, before, |q| self.verifies(q))?;
             moved = state.seen > before;
             if state.seen < ranks {
                 state.chunk_timer.misses(state.seen);
@@ -148,7 +148,7 @@ impl Bulk<'_> {
         if state.beside < ranks {
             // Also compare the headers of ranks from which this rank does not take. Otherwise, if this rank waits for
             // one of them, it might find a mismatch only at the deadline.
-            state.beside = small::look(self.area, self.op, state.beside, |q| !self.verifies(q))?;
+            state.beside = headers::look(self.area, self.op, state.beside, |q| !self.verifies(q))?;
         }
         Ok(Step::Blocked)
     }
@@ -164,7 +164,7 @@ impl Bulk<'_> {
                 if state.seen < ranks {
                     return Ok(false);
                 }
-                tables = small::finish_table(area, self.op)?;
+                tables = table::finish(area, self.op)?;
                 tables.iter().flatten().flatten().copied().max().unwrap_or(0)
             }
             Kind::AllGather => {
@@ -293,11 +293,11 @@ impl Bulk<'_> {
 
     fn try_fill(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
         let (area, k) = (self.area, state.fill);
-        if k >= rounds || self.first_peer(|q| self.fill_needs(base, k, q)).is_some() {
+        if k >= rounds || !protocol::may_fill(area, Region::Stage, area.me, area.ranks, base.stage + k) {
             return false;
         }
         let began = state.chunk_timer.begin(self.op);
-        // SAFETY: `fill_needs` was false for every peer, so no peer reads this buffer. `Area::stage` checks every
+        // SAFETY: `may_fill` was true, so no peer reads this buffer. `Area::stage` checks every
         // bound. The caller keeps the inputs alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
         state.chunk_timer.end(&self.op.timing.copying, began);
@@ -388,13 +388,13 @@ impl Bulk<'_> {
             state.chunk_timer.misses(q);
             return false;
         }
-        if self.first_peer(|q| self.take_needs_room(base, k, q)).is_some() {
+        if self.uses_result() && !protocol::may_fill(area, Region::Result, area.me, area.ranks, base.result + k) {
             return false;
         }
         fault_points::reached(FaultPoint::StageSeen);
         let g = base.stage + k;
         if k == 0 && kind.reduces() {
-            state.factors = small::factors(area, self.op);
+            state.factors = headers::factors(area, self.op);
         }
         let began = state.chunk_timer.begin(self.op);
         // SAFETY: the stage buffers read here stay filled until this rank stores `Drained`. Only this rank writes its

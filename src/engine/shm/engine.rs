@@ -12,7 +12,7 @@ use super::memory::layout::SLOT_BYTES;
 use super::p2p::P2p;
 use super::protocol::Slots;
 use super::results::Results;
-use super::small;
+use super::{headers, small, table};
 use crate::engine::order::{Order, copy_inputs, has_left_its_memory};
 use crate::engine::{Blockers, Control, Ended, Engine, LastCall, PeerProgress};
 use crate::error::{Error, Result};
@@ -195,7 +195,7 @@ impl Shm {
             Phase::Queued => Ok((Step::Blocked, false)),
             Phase::Hashed => Ok((Step::Done, false)),
             Phase::Slots(seen) => {
-                *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
+                *seen = headers::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
                 if *seen < area.ranks {
                     op.timing.set_late(*seen);
                     return Ok((Step::Blocked, false));
@@ -247,9 +247,9 @@ impl Shm {
             *phase = match *path {
                 Path::Rounds { chunk } => {
                     if op.request.kind == Kind::AllToAll {
-                        small::write_table(area, op, chain);
+                        table::write(area, op, chain);
                     } else {
-                        small::write_header(area, op, chain);
+                        headers::write(area, op, chain);
                     }
                     let offer = self.arenas.offer(area, op);
                     Arenas::write(area, op, offer.as_ref());
@@ -466,7 +466,7 @@ impl Engine for Shm {
         match self.predecessor_of(op) {
             _ if !ranks.is_empty() => Blockers::Ranks(ranks),
             Some(first) => Blockers::Earlier(Arc::clone(first)),
-            None => Blockers::Unknown("every rank entered it".to_string()),
+            None => Blockers::Unknown(Some("every rank entered it".to_string())),
         }
     }
 

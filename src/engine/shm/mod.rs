@@ -13,6 +13,8 @@
 //! | `protocol` | which rank may write which word, and when (generic: loom runs it) |
 //! | `memory/area` | typed access to the segment |
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
+//! | `headers` | what each rank called, and the errors if they differ |
+//! | `table` | the sizes of the blocks of an all_to_all |
 //! | `results` | compares the ranks' results, if the group asks for it |
 //! | `memory/arena`, `memory/extents` | this process's tensors that peers can reach; which of their pages are in use |
 //! | `memory/reach` | the peers' arenas, mapped into this process |
@@ -26,6 +28,7 @@
 pub mod bulk;
 mod control;
 mod engine;
+mod headers;
 pub mod mapped;
 pub mod memory;
 pub mod p2p;
@@ -33,5 +36,6 @@ pub mod protocol;
 pub mod rank_set;
 mod results;
 pub mod small;
+mod table;
 
 pub use self::engine::Shm;

@@ -1,8 +1,11 @@
 //! Operations on devices for the tests: their data, the expected results, and the steps of the shim before and after
 //! the library's call.
 
+use std::time::{Duration, Instant};
+
 use sagellm::engine::device::lowering::Double;
-use sagellm::engine::device::{Capabilities, Local, LoweringInput};
+use sagellm::engine::device::{Capabilities, Local, LoweringInput, Runtime, Stream};
+use sagellm::error::{Error, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
 use crate::common::reference::{bytes_of, decode_16, is_complex, is_float, reference_all};
@@ -192,4 +195,19 @@ pub fn spans(memory: &mut [u8], blocks: Option<Vec<usize>>) -> Vec<Span> {
             })
             .collect(),
     }
+}
+
+/// Waits until the stream's work is complete. Polls, because the runtimes' own waiting functions take no deadline.
+pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) -> Result<()> {
+    let end = Instant::now() + deadline;
+    let mut pause = Duration::from_micros(10);
+    while !runtime.stream_idle(stream)? {
+        if Instant::now() >= end {
+            let text = format!("sagellm: a stream was not done within {} ms", deadline.as_millis());
+            return Err(Error::timeout(text));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(1));
+    }
+    Ok(())
 }

@@ -2,9 +2,9 @@
 //! `self`. If a file names the type whose methods it has, that is no dependency here, because it cannot avoid it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
 
-use super::{Module, files, reached};
+use super::sources::products;
+use super::{Module, reached};
 
 /// Files that call each other's methods of one type on purpose.
 const ONE_TYPE_IN_TWO_FILES: [(&[&str], &str); 3] = [
@@ -39,24 +39,13 @@ fn words<'a>(code: &'a str, before: &[&str], end: char) -> BTreeSet<&'a str> {
 
 #[test]
 fn no_files_of_a_folder_call_each_others_methods_in_a_circle() {
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut all = Vec::new();
-    files(&src, &mut all);
+    let products = products();
     // A file and the `mod.rs` of its folder may call each other.
-    let code = |path: &PathBuf| {
-        let text = std::fs::read_to_string(path).unwrap();
-        let lines = text.split("#[cfg(test)]").next().unwrap().lines();
-        lines
-            .filter(|line| !line.trim_start().starts_with("//"))
-            .fold("\n".to_string(), |text, line| text + line + "\n")
-    };
-    let codes: BTreeMap<Module, String> = all
+    let is_folder = |file: &Module| products.keys().any(|other| other.len() > file.len() && other.starts_with(file));
+    let codes: BTreeMap<Module, String> = products
         .iter()
-        .filter(|path| !path.ends_with("mod.rs"))
-        .map(|path| {
-            let inside = path.strip_prefix(&src).unwrap().with_extension("");
-            (inside.iter().map(|name| name.to_str().unwrap().to_string()).collect(), code(path))
-        })
+        .filter(|(file, _)| !is_folder(file))
+        .map(|(file, code)| (file.clone(), format!("\n{code}")))
         .collect();
     // For each folder, type and method: the files that define the method.
     let mut defined: BTreeMap<(&[String], &str, &str), BTreeSet<&Module>> = BTreeMap::new();

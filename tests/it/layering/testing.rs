@@ -3,12 +3,22 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use super::sources::products;
 use super::{files, files_that_end};
 use sagellm::os::fault_points::FaultPoint;
 
 /// The files of `src/` that have code for tests. The product is compiled without that code.
-const WITH_THE_FEATURE: [&str; 5] =
-    ["config.rs", "engine/mod.rs", "engine/verify.rs", "group/mod.rs", "os/fault_points.rs"];
+const WITH_THE_FEATURE: [&str; 9] = [
+    "config.rs",
+    "engine/mod.rs",
+    "engine/multihost/wire/process.rs",
+    "engine/shm/memory/area.rs",
+    "engine/shm/memory/segment.rs",
+    "engine/verify.rs",
+    "error.rs",
+    "group/mod.rs",
+    "os/fault_points.rs",
+];
 
 fn sources() -> Vec<(String, String)> {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -50,6 +60,46 @@ fn what_only_tests_use_is_not_in_the_product() {
         let wants = text.lines().find(|line| line.contains("features") && line.contains("testing"));
         assert!(wants.is_none(), "{} builds with the feature for tests: {wants:?}", path.display());
     }
+}
+
+/// Whether the product calls a function of this name or passes it to another one. A field of the same name, such as the
+/// symbol of a vendor's library, is not followed by a bracket.
+fn is_used(name: &str, code: &str) -> bool {
+    code.match_indices(name).any(|(at, _)| {
+        let (before, after) = (&code[..at], &code[at + name.len()..]);
+        let is_part = |c: char| c.is_alphanumeric() || c == '_';
+        let is_whole = !before.ends_with(is_part) && !after.starts_with(is_part);
+        let is_passed = before.ends_with("::") || after.starts_with([',', ')']);
+        is_whole && !before.ends_with("fn ") && (is_passed || after.starts_with('(') || after.starts_with("::<"))
+    })
+}
+
+/// The compiler reports a private function that nothing calls. Here are the public ones and those of traits. A name that
+/// another function also has, such as `new`, hides one that only tests call.
+#[test]
+fn each_function_is_called_by_the_product() {
+    let products = products();
+    let code: String = products.values().map(String::as_str).collect();
+    let mut unused = Vec::new();
+    // C++ calls what is in `ffi`.
+    for (file, text) in products.iter().filter(|(file, _)| file[0] != "ffi") {
+        let mut of_trait = false;
+        for line in text.lines() {
+            match line.split(' ').next() {
+                Some("impl" | "unsafe") => of_trait = line.contains(" for "), // the trait's caller calls it
+                Some("}") => of_trait = false,
+                _ => (),
+            }
+            let declared = line.trim_start().split_once("fn ").filter(|(words, _)| {
+                words.split(' ').all(|word| ["", "const", "unsafe"].contains(&word) || word.starts_with("pub"))
+            });
+            let name = declared.and_then(|(_, rest)| rest.split(['(', '<']).next());
+            if let Some(name) = name.filter(|name| !of_trait && !is_used(name, &code)) {
+                unused.push(format!("{}: {name}", file.join("/")));
+            }
+        }
+    }
+    assert!(unused.is_empty(), "only tests call them: remove them, or compile them for tests alone: {unused:#?}");
 }
 
 /// A fault point that no code calls is never reached, and one that several places call names no single place.

@@ -123,7 +123,7 @@ impl Wire {
             let _ = self.add_path(made, path.number, &socket); // else the connection has ended meanwhile
             return Ok(None);
         }
-        let made = Arc::new(Connection::of_several(self, other.process, path.connection, &socket));
+        let made = Arc::new(Connection::of_several(self.driving(), other.process, path.connection, &socket));
         self.add_connection(Arc::clone(&made))?;
         Ok(Some((path.connection, made)))
     }

@@ -6,14 +6,16 @@
 //! is never stored on the way.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use super::connection::{Connection, Outgoing, Receiver};
+use super::connection::Connection;
+use super::driving::Driving;
 use super::frame::{Frame, Kind};
 use super::memory::Memory;
 use super::peer::{Peer, SHORT, Waiting};
-use super::transfer::{End, Event, Events, Slot, Target};
-use super::{ProcessId, Wire};
+use super::receiver::{Origin, Receiver};
+use super::transfer::{End, Event, Events, Outgoing, Slot, Target};
+use super::{ProcessId, locked};
 use crate::engine::multihost::link::{LONGEST_MAIL, Mailbox};
 use crate::error::{Error, Result};
 use crate::os::fault_points;
@@ -35,7 +37,7 @@ struct State {
 pub struct Channel {
     pub id: u64,
     me: usize,
-    wire: Arc<Wire>,
+    driving: Arc<Driving>,
     ranks: HashMap<ProcessId, usize>,
     /// Each rank's process as text, for error messages.
     who: Vec<String>,
@@ -45,23 +47,19 @@ pub struct Channel {
 
 impl Channel {
     /// Makes the channel of a group whose ranks are these processes. `who` has each process as text.
-    pub fn new(wire: &Arc<Wire>, id: u64, me: usize, processes: &[ProcessId], who: Vec<String>) -> Arc<Channel> {
+    pub fn new(driving: &Arc<Driving>, id: u64, me: usize, processes: &[ProcessId], who: Vec<String>) -> Arc<Channel> {
         let ranks = processes.iter().enumerate().map(|(rank, process)| (*process, rank)).collect();
         let peers = processes.iter().map(|process| Peer::new(*process)).collect();
         let state = State { peers, mailbox: None, early_mail: VecDeque::new(), cut: false };
         Arc::new_cyclic(|this| Channel {
             id,
             me,
-            wire: Arc::clone(wire),
+            driving: Arc::clone(driving),
             ranks,
             who,
             state: Mutex::new(state),
             this: Weak::clone(this),
         })
-    }
-
-    pub fn wire(&self) -> &Arc<Wire> {
-        &self.wire
     }
 
     /// The process of a peer as text.
@@ -70,7 +68,7 @@ impl Channel {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     fn owned(&self) -> Arc<Channel> {
@@ -95,7 +93,7 @@ impl Channel {
         drop(state);
         fault_points::reached(FaultPoint::Joining);
         let mut events = Events::default();
-        connection.push(&self.wire, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
+        connection.push(&self.driving, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
     }
 
     /// Records that the peer had joined before this rank did, and that it has left again if `left` is set.
@@ -125,7 +123,7 @@ impl Channel {
     }
 
     /// Sends a body to a peer that has sent Want for `frame.bytes` bytes.
-    fn send_wanted(&self, wire: &Wire, connection: &Connection, frame: Frame, one: Waiting, events: &mut Events) {
+    fn send_wanted(&self, connection: &Connection, frame: Frame, one: Waiting, events: &mut Events) {
         let Waiting { memory, bytes, end, .. } = one;
         if frame.bytes != bytes as u64 {
             let text = format!("a message of {bytes} bytes matched a receive of {}", frame.bytes);
@@ -133,18 +131,18 @@ impl Channel {
         }
         let frame = Frame { number: frame.number, ..self.frame(Kind::Body, bytes) };
         fault_points::reached(FaultPoint::BodyAsked);
-        connection.push(wire, Outgoing::new(frame, memory, end), events);
+        connection.push(&self.driving, Outgoing::new(frame, memory, end), events);
     }
 
     /// Counts a short message that a receive has consumed. If enough bytes have accumulated, sends Credit to the peer.
-    fn take(&self, wire: &Wire, rank: usize, bytes: usize, events: &mut Events) {
+    fn take(&self, rank: usize, bytes: usize, events: &mut Events) {
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
         let Some(number) = peer.consume(bytes) else { return };
         let frame = Frame { number, ..self.frame(Kind::Credit, 0) };
         let Some(connection) = peer.connection() else { return };
         drop(state);
-        connection.push(wire, Outgoing::control(frame), events);
+        connection.push(&self.driving, Outgoing::control(frame), events);
     }
 
     /// Records that nothing more arrives from this peer, and fails its transfers. Messages that have arrived can still
@@ -225,7 +223,7 @@ impl Channel {
             drop(state);
             let Memory::Owned(mut buffer) = waiting.memory else { unreachable!("given as owned") };
             buffer[..length].copy_from_slice(&data);
-            self.take(&self.wire, rank, length, &mut events);
+            self.take(rank, length, &mut events);
             return Ok(Some(buffer));
         }
         Channel::check_reached(rank, from)?;
@@ -240,10 +238,10 @@ impl Channel {
         let to = &mut state.peers[rank];
         Channel::check_reached(rank, to)?;
         if to.admits(waiting.bytes) {
-            let connection = to.connected();
+            let connection = Arc::clone(to.connected());
             drop(state);
             let frame = Frame { tag, ..self.frame(Kind::Message, waiting.bytes) };
-            connection.push(&self.wire, Outgoing::new(frame, waiting.memory, waiting.end), &mut events);
+            connection.push(&self.driving, Outgoing::new(frame, waiting.memory, waiting.end), &mut events);
         } else {
             to.queue(tag, waiting);
         }
@@ -258,7 +256,7 @@ impl Channel {
         fault_points::reached(FaultPoint::BodyWanted);
         let frame = Frame { number, ..self.frame(Kind::Want, waiting.bytes) };
         from.want(number, waiting);
-        from.connected().push(&self.wire, Outgoing::control(frame), events);
+        from.connected().push(&self.driving, Outgoing::control(frame), events);
         Ok(())
     }
 
@@ -268,9 +266,8 @@ impl Channel {
         let to = &mut state.peers[rank];
         Channel::check_reached(rank, to)?;
         if let Some((bytes, waiting)) = to.offer(number, waiting) {
-            let connection = to.connected();
             let frame = Frame { number, ..self.frame(Kind::Want, bytes as usize) };
-            self.send_wanted(&self.wire, &connection, frame, waiting, events);
+            self.send_wanted(to.connected(), frame, waiting, events);
         }
         Ok(())
     }
@@ -288,7 +285,7 @@ impl Channel {
         let Some(connection) = self.lock().peers[rank].connection() else { return };
         // The last argument is called while the connection's reading side is locked, so the connection starts no
         // transfer of this channel meanwhile.
-        connection.give_up(&self.wire, is_it, || self.lock().peers[rank].give_up(is_it));
+        connection.give_up(&self.driving, is_it, || self.lock().peers[rank].give_up(is_it));
     }
 
     /// From now on `mailbox` gets the mail, first what has arrived before, and the losses of peers.
@@ -317,7 +314,7 @@ impl Channel {
         let frame = self.frame(Kind::Mail, message.len());
         // Done under the lock, so that mail is sent in the order of the calls.
         let outgoing = Outgoing::new(frame, Memory::Owned(message), End::Nobody);
-        to.connected().push(&self.wire, outgoing, &mut events);
+        to.connected().push(&self.driving, outgoing, &mut events);
         Ok(())
     }
 
@@ -340,27 +337,21 @@ impl Channel {
         fault_points::reached(FaultPoint::Cutting);
         let mut events = Events::default();
         for connection in connections {
-            connection.forget(&self.wire, self.id, why, &mut events);
-            connection.push(&self.wire, Outgoing::control(self.frame(Kind::Cut, 0)), &mut events);
+            connection.forget(&self.driving, self.id, why, &mut events);
+            connection.push(&self.driving, Outgoing::control(self.frame(Kind::Cut, 0)), &mut events);
         }
         left.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
         events.ended = true;
-        self.wire.driving().defer(events);
+        self.driving.defer(events);
     }
 }
 
 impl Receiver for Channel {
-    fn control(
-        &self,
-        wire: &Wire,
-        connection: &Connection,
-        frame: Frame,
-        events: &mut Events,
-    ) -> std::result::Result<(), String> {
-        let rank = self.rank_of(connection.peer)?;
+    fn control(&self, from: Origin, frame: Frame, events: &mut Events) -> std::result::Result<(), String> {
+        let rank = self.rank_of(from.peer)?;
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
-        if !peer.leads_by(connection.token) {
+        if !peer.leads_by(from.token) {
             return Ok(());
         }
         match frame.kind {
@@ -372,12 +363,12 @@ impl Receiver for Channel {
                 peer.credit(frame.number);
                 while let Some((tag, Waiting { memory, bytes, end, .. })) = peer.next_queued() {
                     let frame = Frame { tag, ..Frame::new(Kind::Message, self.id, bytes) };
-                    connection.push(wire, Outgoing::new(frame, memory, end), events);
+                    peer.connected().push(&self.driving, Outgoing::new(frame, memory, end), events);
                 }
             }
             Kind::Want => {
                 if let Some(waiting) = peer.asks(frame.number, frame.bytes) {
-                    self.send_wanted(wire, connection, frame, waiting, events);
+                    self.send_wanted(peer.connected(), frame, waiting, events);
                 }
             }
             Kind::Cut => {
@@ -428,13 +419,13 @@ impl Receiver for Channel {
         Ok(Target::Posted(posted.memory, posted.end))
     }
 
-    fn finish(&self, wire: &Wire, connection: &Connection, frame: &Frame, target: Target, events: &mut Events) {
-        let Ok(rank) = self.rank_of(connection.peer) else { return };
+    fn finish(&self, from: Origin, frame: &Frame, target: Target, events: &mut Events) {
+        let Ok(rank) = self.rank_of(from.peer) else { return };
         match target {
             Target::Discard => (),
             Target::Posted(memory, end) => {
                 if frame.kind == Kind::Message {
-                    self.take(wire, rank, frame.data(), events);
+                    self.take(rank, frame.data(), events);
                 }
                 end.tell(Ok(()), memory, events);
             }
@@ -449,7 +440,7 @@ impl Receiver for Channel {
                 match peer.take_posted(frame.tag) {
                     Some(Waiting { end, .. }) => {
                         drop(state);
-                        self.take(wire, rank, frame.data(), events);
+                        self.take(rank, frame.data(), events);
                         end.tell(Ok(()), Memory::Owned(data), events);
                     }
                     None => peer.keep(frame.tag, data),

@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use super::channel::Channel;
-use super::connection::{Connection, Receiver};
+use super::connection::Connection;
 use super::frame::{Frame, Kind};
+use super::receiver::{Origin, Receiver, Routes};
 use super::transfer::Events;
-use super::{ProcessId, Wire, locked};
+use super::{ProcessId, locked};
 
 /// A peer that joined a channel before this rank did.
 struct Early {
@@ -27,11 +28,6 @@ pub struct Channels {
 }
 
 impl Channels {
-    pub fn receiver(&self, id: u64) -> Option<Arc<dyn Receiver>> {
-        let channels = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        channels.get(&id).cloned().map(|channel| channel as Arc<dyn Receiver>)
-    }
-
     pub fn all(&self) -> Vec<Arc<Channel>> {
         self.all.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
@@ -57,21 +53,21 @@ impl Channels {
     pub fn forget_early(&self, id: u64) {
         locked(&self.early).remove(&id);
     }
+}
 
-    /// Handles a frame without data whose channel was not found, because this rank has not joined the channel yet or
-    /// has left it.
-    pub fn of_none(
-        &self,
-        wire: &Wire,
-        from: &Connection,
-        frame: Frame,
-        events: &mut Events,
-    ) -> std::result::Result<(), String> {
+impl Routes for Channels {
+    fn receiver(&self, channel: u64) -> Option<Arc<dyn Receiver>> {
+        let channels = self.all.read().unwrap_or_else(PoisonError::into_inner);
+        channels.get(&channel).cloned().map(|channel| channel as Arc<dyn Receiver>)
+    }
+
+    /// The channel was not found, because this rank has not joined the channel yet or has left it.
+    fn of_none(&self, from: Origin, frame: Frame, events: &mut Events) -> Result<(), String> {
         const MOST: usize = 1 << 16; // beyond this number, entries are of groups that failed
         let channels = self.all.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = channels.get(&frame.channel).cloned() {
             drop(channels);
-            return known.control(wire, from, frame, events); // this rank has joined it meanwhile
+            return known.control(from, frame, events); // this rank has joined it meanwhile
         }
         let mut early = locked(&self.early);
         match frame.kind {

@@ -20,6 +20,7 @@ const EAGER: Duration = Duration::from_micros(100);
 const NAP: Duration = Duration::from_millis(50);
 
 pub struct Driving {
+    epoll: Epoll,
     /// Wakes the thread that drives.
     kick: Kick,
     /// Held by the thread that drives, with its list of ready descriptors. Threads only try this lock.
@@ -64,10 +65,11 @@ impl Drop for Counted {
 
 impl Driving {
     /// `token`: the token of the kick in `epoll`.
-    pub fn new(epoll: &Epoll, token: u64) -> io::Result<Driving> {
+    pub fn new(epoll: Epoll, token: u64) -> io::Result<Driving> {
         let kick = Kick::new()?;
         epoll.add(std::os::fd::AsRawFd::as_raw_fd(&kick), token)?;
         Ok(Driving {
+            epoll,
             kick,
             driver: Mutex::default(),
             changed: Bell::default(),
@@ -80,6 +82,25 @@ impl Driving {
             started: AtomicBool::new(false),
             yielding: Yielding::default(),
         })
+    }
+
+    /// What the passes read.
+    pub fn epoll(&self) -> &Epoll {
+        &self.epoll
+    }
+
+    /// Sets whether epoll also reports a connection's socket when it accepts more. The wire is driven until it does.
+    pub fn watch_output(&self, fd: i32, token: u64, watch: bool) {
+        self.count(watch);
+        self.watch_path(fd, token, watch);
+        if watch {
+            self.wake_for_pending();
+        }
+    }
+
+    /// Sets whether epoll also reports a path when its socket accepts more.
+    pub fn watch_path(&self, fd: i32, token: u64, watch: bool) {
+        let _ = self.epoll.watch_output(fd, token, watch); // reading finds closed ones
     }
 
     /// Counts one more or one less thing that must be driven even if no thread waits.

@@ -3,15 +3,22 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::Wire;
 use super::channel::Channel;
 use super::memory::Memory;
 use super::transfer::Slot;
 use crate::engine::multihost::link::{Broken, Transfer};
 use crate::types::Span;
 
+/// A group's channel, and the wire that carries it.
+pub struct Seat {
+    pub wire: Arc<Wire>,
+    pub channel: Arc<Channel>,
+}
+
 /// A transfer of a lane, whose thread waits for it.
 pub struct Lane {
-    channel: Arc<Channel>,
+    seat: Arc<Seat>,
     peer: usize,
     slot: Arc<Slot>,
     /// Whether the transfer uses memory of the caller.
@@ -19,14 +26,14 @@ pub struct Lane {
 }
 
 impl Lane {
-    pub fn new(channel: &Arc<Channel>, peer: usize, slot: Arc<Slot>, borrows: bool) -> Lane {
-        Lane { channel: Arc::clone(channel), peer, slot, borrows }
+    pub fn new(seat: &Arc<Seat>, peer: usize, slot: Arc<Slot>, borrows: bool) -> Lane {
+        Lane { seat: Arc::clone(seat), peer, slot, borrows }
     }
 }
 
 impl Transfer for Lane {
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
-        if self.slot.has_ended() || self.channel.wire().wait(|| self.slot.has_ended(), timeout) {
+        if self.slot.has_ended() || self.seat.wire.wait(|| self.slot.has_ended(), timeout) {
             let ended = self.slot.take().expect("it has ended, and one thread waits for it");
             return ended.map_err(Broken::from);
         }
@@ -34,14 +41,14 @@ impl Transfer for Lane {
     }
 
     fn ends_within(&self, timeout: Duration) -> bool {
-        self.slot.has_ended() || self.channel.wire().wait(|| self.slot.has_ended(), timeout)
+        self.slot.has_ended() || self.seat.wire.wait(|| self.slot.has_ended(), timeout)
     }
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
         if self.borrows && !self.slot.has_ended() {
-            self.channel.give_up(self.peer, &self.slot);
+            self.seat.channel.give_up(self.peer, &self.slot);
         }
     }
 }

@@ -5,9 +5,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Wire;
 use super::channel::Channel;
 use super::driving::Counted;
-use super::lane::{Lane, ShortInto};
+use super::lane::{Lane, Seat, ShortInto};
 use super::memory::Memory;
 use super::peer::{SHORT, Waiting};
 use super::transfer::{End, Events, Slot};
@@ -19,36 +20,52 @@ use crate::types::Span;
 const OF_LANE: u64 = MOST_BODIES;
 
 /// When this is dropped, the rank leaves the channel.
-pub struct WireLink(pub Arc<Channel>);
+pub struct WireLink {
+    channel: Arc<Channel>,
+    seat: Arc<Seat>,
+}
 
 impl WireLink {
+    pub fn new(wire: &Arc<Wire>, channel: Arc<Channel>) -> WireLink {
+        let seat = Arc::new(Seat { wire: Arc::clone(wire), channel: Arc::clone(&channel) });
+        WireLink { channel, seat }
+    }
+
+    pub fn channel(&self) -> &Arc<Channel> {
+        &self.channel
+    }
+
+    fn wire(&self) -> &Arc<Wire> {
+        &self.seat.wire
+    }
+
     /// A transfer of a lane. `is_send`: the wire must be driven for it even while no thread waits.
     fn waiting(&self, slot: &Arc<Slot>, memory: Memory, bytes: usize, is_send: bool) -> Waiting {
-        let counted = is_send.then(|| Counted::new(self.0.wire().driving()));
+        let counted = is_send.then(|| Counted::new(self.wire().driving()));
         Waiting { memory, bytes, end: End::Slot(Arc::clone(slot)), counted }
     }
 
     fn lane(&self, peer: usize, slot: Arc<Slot>, borrows: bool) -> Box<dyn Transfer> {
-        Box::new(Lane::new(&self.0, peer, slot, borrows))
+        Box::new(Lane::new(&self.seat, peer, slot, borrows))
     }
 
     /// A body of a program, whose end is reported to `done`.
     fn body(&self, pieces: Vec<Span>, done: Done) -> Waiting {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
-        let counted = Some(Counted::new(self.0.wire().driving()));
+        let counted = Some(Counted::new(self.wire().driving()));
         Waiting { memory: Memory::Borrowed(pieces), bytes, end: End::Done(done), counted }
     }
 
     /// Passes the events of a call for a body to the thread that drives, which runs them.
     fn defer(&self, events: Events) {
-        self.0.wire().driving().defer(events);
-        self.0.wire().driving().wake_for_pending();
+        self.wire().driving().defer(events);
+        self.wire().driving().wake_for_pending();
     }
 }
 
 impl Link for WireLink {
     fn process(&self, peer: usize) -> String {
-        self.0.who(peer)
+        self.channel.who(peer)
     }
 
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
@@ -56,8 +73,8 @@ impl Link for WireLink {
         let slot = Arc::new(Slot::default());
         let waiting = self.waiting(&slot, Memory::Owned(buffer), bytes, false);
         if bytes > SHORT {
-            self.0.receive_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
-        } else if let Some(buffer) = self.0.receive_short(peer, tag, waiting)? {
+            self.channel.receive_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+        } else if let Some(buffer) = self.channel.receive_short(peer, tag, waiting)? {
             return Ok(Box::new(Ended(buffer)));
         }
         Ok(self.lane(peer, slot, false))
@@ -68,9 +85,9 @@ impl Link for WireLink {
         let slot = Arc::new(Slot::default());
         let waiting = self.waiting(&slot, Memory::Owned(buffer), bytes, true);
         if bytes > SHORT {
-            self.0.send_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+            self.channel.send_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
         } else {
-            self.0.send_short(peer, tag, waiting)?;
+            self.channel.send_short(peer, tag, waiting)?;
         }
         Ok(self.lane(peer, slot, false))
     }
@@ -83,7 +100,7 @@ impl Link for WireLink {
         }
         let slot = Arc::new(Slot::default());
         let waiting = self.waiting(&slot, Memory::Borrowed(pieces), bytes, false);
-        self.0.receive_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+        self.channel.receive_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
         Ok(self.lane(peer, slot, true))
     }
 
@@ -97,60 +114,60 @@ impl Link for WireLink {
         }
         let slot = Arc::new(Slot::default());
         let waiting = self.waiting(&slot, memory, bytes, true);
-        self.0.send_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+        self.channel.send_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
         Ok(self.lane(peer, slot, true))
     }
 
     fn hand_over(&self) {
-        self.0.wire().driving().wake_for_pending();
+        self.wire().driving().wake_for_pending();
     }
 
     fn cut(&self) {
-        if !self.0.wire().is_inherited() {
-            self.0.leave("the group has ended on this rank");
+        if !self.wire().is_inherited() {
+            self.channel.leave("the group has ended on this rank");
         }
     }
 
     fn await_delivery(&self, until: Instant) -> bool {
         /// No event of epoll reports that the peer's system has acknowledged data.
         const LOOK: Duration = Duration::from_millis(2);
-        if self.0.wire().is_inherited() {
+        if self.wire().is_inherited() {
             return true;
         }
-        let connections = self.0.connections();
+        let connections = self.channel.connections();
         let delivered = || connections.iter().all(|one| one.broken().is_some() || one.is_delivered());
         while !delivered() {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
             }
-            self.0.wire().wait(delivered, left.min(LOOK));
+            self.wire().wait(delivered, left.min(LOOK));
         }
         true
     }
 
     fn close(&self) {
-        if !self.0.wire().is_inherited() {
+        if !self.wire().is_inherited() {
             self.cut();
-            self.0.wire().close(&self.0);
+            self.wire().close(&self.channel);
         }
     }
 }
 
 impl Mail for WireLink {
     fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>) {
-        self.0.open_mailbox(mailbox);
+        self.channel.open_mailbox(mailbox);
     }
 
     fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()> {
         assert!(message.len() <= LONGEST_MAIL, "mail of {} bytes", message.len());
-        self.0.send_mail(peer, message)
+        self.channel.send_mail(peer, message)
     }
 
     unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
         assert!(number < MOST_BODIES, "body {number}");
         let mut events = Events::default();
-        self.0.send_body(peer, number, self.body(pieces, done), &mut events)?;
+        self.channel.send_body(peer, number, self.body(pieces, done), &mut events)?;
         self.defer(events);
         Ok(())
     }
@@ -158,23 +175,23 @@ impl Mail for WireLink {
     unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
         assert!(number < MOST_BODIES, "body {number}");
         let mut events = Events::default();
-        self.0.receive_body(peer, number, self.body(pieces, done), &mut events)?;
+        self.channel.receive_body(peer, number, self.body(pieces, done), &mut events)?;
         self.defer(events);
         Ok(())
     }
 
     fn abandon_body(&self, peer: usize, number: u64) {
-        self.0.abandon_body(peer, number);
+        self.channel.abandon_body(peer, number);
     }
 
     fn await_mail(&self) -> Box<dyn Send> {
-        let counted = Counted::new(self.0.wire().driving());
-        self.0.wire().driving().wake_for_pending();
+        let counted = Counted::new(self.wire().driving());
+        self.wire().driving().wake_for_pending();
         Box::new(counted)
     }
 
     fn poll(&self, sleep: Duration) -> bool {
-        self.0.wire().poll(sleep)
+        self.wire().poll(sleep)
     }
 }
 

@@ -160,8 +160,8 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     }
     let processes: Vec<ProcessId> = others.iter().map(|other| other.process).collect();
     let who = others.iter().map(|other| other.who.clone()).collect();
-    let link = WireLink(Channel::new(wire, number, place.rank, &processes, who));
-    let channel = &link.0;
+    let link = WireLink::new(wire, Channel::new(wire.driving(), number, place.rank, &processes, who));
+    let channel = link.channel();
     wire.add_channel(channel);
     loop {
         let missing = channel.missing();

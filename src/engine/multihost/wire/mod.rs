@@ -13,13 +13,16 @@
 //! | `transfer` | the end of a transfer: its result, its callback |
 //! | `process` | all connections of this process; a pass reads and writes those that are ready |
 //! | `driving`, `bell` | which thread makes the passes |
-//! | `connection` | one connection: writes frames, reads them |
+//! | `connection` | the connection to one process |
+//! | `single` | a connection that is one TCP connection: writes frames, reads them |
+//! | `receiver` | who handles the frames that were read |
+//! | `descriptor` | the descriptor of a socket |
 //! | `channels` | the channels of all groups |
 //! | `channel` | one group: its messages, mail and bodies |
 //! | `peer` | the messages and bodies in flight between a rank of a group and one peer |
 //! | `link` | a group's channel as its engine holds it; implements `Link` and `Mail` |
 //! | `lane` | the transfers of a lane |
-//! | `several` | one connection that consists of several TCP connections, the paths |
+//! | `several` | a connection that consists of several TCP connections, the paths |
 //! | `path` | one of these TCP connections |
 //! | `segment` | the parts of the stream of frames that paths carry |
 //! | `stripes` | the sending side: which segment is sent on which path, and sent again |
@@ -41,6 +44,7 @@ mod calls;
 mod channel;
 mod channels;
 mod connection;
+mod descriptor;
 mod doors;
 mod driving;
 mod frame;
@@ -52,8 +56,10 @@ mod parser;
 mod path;
 mod peer;
 mod process;
+mod receiver;
 mod segment;
 mod several;
+mod single;
 mod sockets;
 mod stripes;
 mod transfer;

@@ -1,14 +1,13 @@
-//! Handles the frames of a stream that several paths carry, like `Connection` for a single TCP connection.
+//! Handles the frames of a stream that several paths carry, like `single` those of one TCP connection.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::Wire;
 use super::assembly::Sink;
-use super::connection::{Connection, Incoming};
-use super::frame::{Frame, HEAD as FRAME_HEAD, Kind};
-use super::transfer::{Events, Target};
+use super::frame::{Frame, HEAD as FRAME_HEAD};
+use super::receiver::{Incoming, Origin, Routes};
+use super::transfer::Events;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 
@@ -32,50 +31,36 @@ impl Parser {
 }
 
 /// The parser, together with what handles its frames.
-pub struct Frames<'a> {
+pub struct Frames<'a, R> {
     pub parser: &'a mut Parser,
-    pub wire: &'a Wire,
-    pub connection: &'a Connection,
+    pub routes: &'a R,
+    pub from: Origin,
     pub events: &'a mut Events,
 }
 
-impl Frames<'_> {
+impl<R: Routes> Frames<'_, R> {
     /// Handles the next header. An error ends the connection.
     fn begin(&mut self) -> Result<(), String> {
         let frame = Frame::read(&self.parser.head).ok_or("it sent what is no frame")?;
         self.parser.filled = 0;
         fault_points::reached(FaultPoint::StreamSeen);
-        let channel = self.wire.channels().receiver(frame.channel);
-        if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
-            return match channel {
-                Some(channel) => channel.control(self.wire, self.connection, frame, self.events),
-                None => self.wire.channels().of_none(self.wire, self.connection, frame, self.events),
-            };
-        }
-        let target = match &channel {
-            Some(channel) => channel.begin(self.connection.peer, &frame)?,
-            None => Target::Discard,
-        };
+        self.parser.current = Incoming::begin(self.routes, self.from, frame, self.events)?;
         self.parser.start = self.parser.position;
-        self.parser.current = Some(Incoming { frame, channel, target, got: 0 });
         self.end();
         Ok(())
     }
 
     /// Ends the current frame if all its data is there.
     fn end(&mut self) {
-        if self.parser.current.as_ref().is_some_and(|one| one.got == one.frame.data()) {
+        if let Some(one) = self.parser.current.take_if(|one| one.missing() == 0) {
             fault_points::reached(FaultPoint::StreamDone);
-            let Incoming { frame, channel, target, .. } = self.parser.current.take().expect("just seen");
             self.parser.ack.store(self.parser.position, Ordering::Release); // before the transfer ends
-            if let Some(channel) = channel {
-                channel.finish(self.wire, self.connection, &frame, target, self.events);
-            }
+            one.end(self.from, self.events);
         }
     }
 }
 
-impl Sink for Frames<'_> {
+impl<R: Routes> Sink for Frames<'_, R> {
     fn position(&self) -> u64 {
         self.parser.position
     }
@@ -94,9 +79,7 @@ impl Sink for Frames<'_> {
                 }
                 continue;
             };
-            let here = (one.frame.data() - one.got).min(data.len());
-            one.target.write(one.got, &data[..here]);
-            one.got += here;
+            let here = one.store(data);
             parser.position += here as u64;
             data = &data[here..];
             self.end();

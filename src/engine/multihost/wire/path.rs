@@ -2,15 +2,15 @@
 
 #![allow(unsafe_code)] // sends memory for which the caller vouches
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
-use std::{io, mem};
 
+use super::descriptor::Descriptor;
 use super::segment::SEGMENT;
 use super::sockets;
-use crate::os::watch;
 use crate::types::Span;
 
 /// Largest number of TCP connections between two processes.
@@ -40,11 +40,8 @@ pub trait Path {
 
 /// The socket of one path.
 pub struct Socket {
-    /// None only while this is dropped in a forked child, because the child's copy of the descriptor was closed at the
-    /// fork.
-    fd: Option<OwnedFd>,
+    descriptor: Descriptor,
     pub token: u64,
-    generation: u32,
     /// Its two addresses, for the log.
     pub ends: String,
     /// Whether epoll watches for space to write. Written and read under the lock of the sending side.
@@ -53,24 +50,14 @@ pub struct Socket {
 
 impl Socket {
     pub fn new(token: u64, fd: OwnedFd) -> Arc<Socket> {
-        sockets::close_in_children(fd.as_raw_fd(), true);
-        sockets::limit_unsent(fd.as_raw_fd(), SEGMENT as libc::c_int);
         let ends = sockets::ends(&fd);
-        Arc::new(Socket { fd: Some(fd), token, generation: watch::generation(), ends, watched: AtomicBool::new(false) })
+        let descriptor = Descriptor::new(fd);
+        sockets::limit_unsent(descriptor.fd(), SEGMENT as libc::c_int);
+        Arc::new(Socket { descriptor, token, ends, watched: AtomicBool::new(false) })
     }
 
     pub fn fd(&self) -> i32 {
-        self.fd.as_ref().map_or(-1, AsRawFd::as_raw_fd)
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        if self.generation != watch::generation() {
-            mem::forget(self.fd.take()); // closed at the fork; its number may be another file now
-        } else {
-            sockets::close_in_children(self.fd(), false);
-        }
+        self.descriptor.fd()
     }
 }
 

@@ -103,8 +103,8 @@ impl Peer {
     }
 
     /// The connection of a peer of a group that is in use.
-    pub fn connected(&self) -> Arc<Connection> {
-        self.connection.clone().expect("all ranks are connected before a group is used")
+    pub fn connected(&self) -> &Arc<Connection> {
+        self.connection.as_ref().expect("all ranks are connected before a group is used")
     }
 
     /// Whether `token` belongs to the current connection to the peer, and not to a connection that was replaced.

@@ -10,10 +10,11 @@ use once_cell::sync::OnceCell;
 
 use super::channel::Channel;
 use super::channels::Channels;
-use super::connection::{Connection, Turn};
+use super::connection::Connection;
 use super::doors::{Doors, Stranger};
 use super::driving::{Counted, Driving};
 use super::path::{MOST_PATHS, Socket};
+use super::receiver::Turn;
 use super::sockets::{Epoll, Ready};
 use super::transfer::{Event, Events};
 use super::{ProcessId, locked, sockets, stripes};
@@ -31,7 +32,6 @@ pub struct Wire {
     /// `os::watch::generation` when this wire was created. If the current value differs, this process is a forked
     /// child.
     generation: u32,
-    epoll: Epoll,
     driving: Arc<Driving>,
     channels: Channels,
     connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
@@ -67,17 +67,12 @@ impl Wire {
 
     pub fn new() -> Result<Arc<Wire>> {
         let id = u128::from_le_bytes(random()?);
-        let make = || -> io::Result<(Epoll, Driving)> {
-            let epoll = Epoll::new()?;
-            let driving = Driving::new(&epoll, TOKEN_KICK)?;
-            Ok((epoll, driving))
-        };
-        let (epoll, driving) = make()
+        let driving = Epoll::new()
+            .and_then(|epoll| Driving::new(epoll, TOKEN_KICK))
             .map_err(|error| Error::system(format!("sagellm: the system refuses what connections need: {error}")))?;
         Ok(Arc::new_cyclic(|this| Wire {
             id,
             generation: watch::generation(),
-            epoll,
             driving: Arc::new(driving),
             channels: Channels::default(),
             connections: Mutex::default(),
@@ -114,12 +109,11 @@ impl Wire {
 
     /// Listens at this address unless the process already does. Returns the port.
     pub fn listen(&self, address: &str) -> io::Result<u16> {
-        self.doors.listen(&self.epoll, || self.token(), address)
+        self.doors.listen(self.epoll(), || self.token(), address)
     }
 
-    /// Sets whether epoll also reports this path when its socket accepts more.
-    pub fn watch_path(&self, socket: &Socket, watch: bool) {
-        let _ = self.epoll.watch_output(socket.fd(), socket.token, watch); // reading finds closed ones
+    fn epoll(&self) -> &Epoll {
+        self.driving.epoll()
     }
 
     fn owned(&self) -> Arc<Wire> {
@@ -127,21 +121,13 @@ impl Wire {
     }
 
     /// How many connections groups use.
+    #[cfg(feature = "testing")]
     pub fn open_connections(&self) -> usize {
         locked(&self.connections).len()
     }
 
     pub fn token(&self) -> u64 {
         self.tokens.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Sets whether epoll also reports the connection when its socket accepts more.
-    pub fn watch_output(&self, connection: &Connection, watch: bool) {
-        self.driving.count(watch);
-        let _ = self.epoll.watch_output(connection.fd(), connection.token, watch); // reading finds closed ones
-        if watch {
-            self.driving.wake_for_pending();
-        }
     }
 
     // -------------------------------------------------------------------------------------------------------- driving
@@ -167,7 +153,7 @@ impl Wire {
     fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
         let looks = self.of_several.load(Ordering::Relaxed);
         let sleep = if looks { sleep.min(stripes::LOOK) } else { sleep };
-        self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
+        self.epoll().wait(sleep.as_micros().div_ceil(1000) as i32, ready);
         let mut events = Events::default();
         if looks {
             self.look(&mut events);
@@ -186,13 +172,17 @@ impl Wire {
                 continue;
             };
             if one.writable {
-                connection.flush(self, one.token, &mut events);
+                connection.flush(&self.driving, one.token, &mut events);
                 moved = true;
             }
             if one.readable {
-                match connection.read(self, one.token, &mut events) {
+                match connection.read(&self.driving, &self.channels, one.token, &mut events) {
                     Turn::Nothing => (),
                     Turn::Moved => moved = true,
+                    Turn::Without(socket) => {
+                        moved = true;
+                        self.forget_socket(socket.fd(), socket.token);
+                    }
                     Turn::Broken(why) => {
                         moved = true;
                         self.drop_connection(&connection, &why, &mut events);
@@ -226,7 +216,7 @@ impl Wire {
         self.of_several.store(!all.is_empty(), Ordering::Relaxed);
         drop(connections);
         for (connection, is_closing) in all {
-            let gone = connection.several().and_then(|several| several.look(self, Instant::now(), is_closing));
+            let gone = connection.several().and_then(|several| several.look(&self.driving, Instant::now(), is_closing));
             if let Some(why) = gone {
                 self.drop_connection(&connection, &why, events);
             }
@@ -237,12 +227,12 @@ impl Wire {
 
     /// Accepts a connection, or reads what an accepted process has sent. Returns true if something advanced.
     fn at_the_door(&self, token: u64) -> bool {
-        self.doors.arrived(&self.epoll, token, || self.token(), |stranger| self.welcome(token, stranger))
+        self.doors.arrived(self.epoll(), token, || self.token(), |stranger| self.welcome(token, stranger))
     }
 
     /// Answers a process that has named this one, and adds the connection.
     fn welcome(&self, token: u64, stranger: Stranger) -> io::Result<()> {
-        self.epoll.remove(stranger.fd());
+        self.epoll().remove(stranger.fd());
         let said = stranger.introduction();
         if !said.is_ours || said.wanted != self.id || said.who == self.id {
             return Err(io::Error::other("it did not name this process"));
@@ -263,7 +253,7 @@ impl Wire {
         let socket = Socket::new(token, stream.into());
         match first {
             Some(connection) => self.add_path(&connection, at as usize, &socket),
-            None => self.add_connection(Arc::new(Connection::of_several(&self.owned(), said.who, number, &socket))),
+            None => self.add_connection(Arc::new(Connection::of_several(&self.driving, said.who, number, &socket))),
         }
     }
 
@@ -280,7 +270,7 @@ impl Wire {
             self.of_several.store(true, Ordering::Relaxed);
         }
         // This comes last, because nothing may be read before the channels know the connection.
-        connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll.add(fd, token))
+        connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll().add(fd, token))
     }
 
     /// Adds a path to a connection of several.
@@ -290,15 +280,15 @@ impl Wire {
         let Some(several) = connection.several().filter(|several| lives && !several.had(number)) else {
             return Err(io::Error::other("it belongs to no connection"));
         };
-        self.epoll.add(socket.fd(), socket.token)?;
+        self.epoll().add(socket.fd(), socket.token)?;
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(socket.token, Arc::clone(connection));
-        several.attach(self, number, socket);
+        several.attach(&self.driving, number, socket);
         Ok(())
     }
 
     /// Stops reading from a socket of a connection.
-    pub fn forget_socket(&self, fd: i32, token: u64) {
-        self.epoll.remove(fd);
+    fn forget_socket(&self, fd: i32, token: u64) {
+        self.epoll().remove(fd);
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&token);
     }
 
@@ -314,7 +304,7 @@ impl Wire {
         let (wire, connection, why) = (self.owned(), Arc::clone(connection), why.to_string());
         events.list.push(Event::Call(Box::new(move || {
             let mut events = Events::default();
-            connection.fail(&wire, &why, &mut events);
+            connection.fail(&wire.driving, &why, &mut events);
             events.run();
             wire.channels.all().iter().for_each(|channel| channel.lose_connection(&connection, &why));
         })));
@@ -347,7 +337,7 @@ impl Wire {
             self.begin_closing(&mut connections, all);
         }
         drop(connections);
-        self.doors.close(&self.epoll, || self.channels.all().is_empty());
+        self.doors.close(self.epoll(), || self.channels.all().is_empty());
         self.linger();
         self.driving.wake_for_pending();
     }
@@ -387,7 +377,7 @@ impl Wire {
             }
             one.connection.sockets().into_iter().for_each(|(fd, token)| self.forget_socket(fd, token));
             let mut events = Events::default();
-            one.connection.fail(self, "it was closed", &mut events); // no transfer is in flight on it
+            one.connection.fail(&self.driving, "it was closed", &mut events); // no transfer is in flight on it
             false
         });
     }

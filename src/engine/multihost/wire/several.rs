@@ -10,23 +10,25 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use once_cell::sync::OnceCell;
+
 use super::assembly::{Assembly, Came, Sink};
-use super::connection::{Connection, Incoming, Turn};
-use super::driving::Counted;
+use super::driving::{Counted, Driving};
 use super::memory::{Memory, Pieces};
 use super::parser::{Frames, Parser};
 use super::path::Socket;
+use super::receiver::{Origin, Routes, Turn};
 use super::segment::{HEAD, Segment, WINDOW};
 use super::stripes::{Change, Stripes};
-use super::transfer::{End, Events, Outgoing, Target};
-use super::{Wire, locked, sockets};
+use super::transfer::{End, Events, Outgoing};
+use super::{locked, sockets};
 use crate::types::Span;
 
 /// Size of each path's buffer for headers and short data.
 const BUFFER: usize = 64 << 10;
 /// Longer data is received directly into its memory.
 const SHORT: usize = 8 << 10;
-/// As in `connection`.
+/// As in `single`.
 const TURN: usize = 256 << 10;
 /// A path whose end was seen is reported after this time, unless the whole connection has ended meanwhile: the paths of
 /// a process that leaves do not all end at once.
@@ -77,19 +79,22 @@ pub struct Several {
     /// Has the wire driven even if no thread of the program waits, so that acknowledgements are sent. None once the
     /// connection has failed.
     driven: Mutex<Option<Counted>>,
+    /// Why the connection failed. Set once.
+    broken: OnceCell<String>,
 }
 
 impl Several {
-    pub fn new(wire: &Arc<Wire>, number: u64) -> Several {
+    pub fn new(driving: &Arc<Driving>, number: u64) -> Several {
         let out = Stripes::new();
         let parser = Parser::new(out.ack());
         let inn = Inn { parser, assembly: Assembly::default(), paths: Vec::new(), made: 0, acknowledged: 0 };
-        let driven = Mutex::new(Some(Counted::new(wire.driving())));
-        Several { number, out: Mutex::new(out), inn: Mutex::new(inn), lost: Mutex::default(), driven }
+        let driven = Mutex::new(Some(Counted::new(driving)));
+        let (out, inn, lost) = (Mutex::new(out), Mutex::new(inn), Mutex::default());
+        Several { number, out, inn, lost, driven, broken: OnceCell::new() }
     }
 
     /// Adds a path, whose number is below `MOST_PATHS`. Epoll must know the socket if there may be something to send.
-    pub fn attach(&self, wire: &Wire, number: usize, socket: &Arc<Socket>) {
+    pub fn attach(&self, driving: &Driving, number: usize, socket: &Arc<Socket>) {
         let buffer = vec![0; BUFFER].into_boxed_slice();
         let arriving = Arriving { socket: Arc::clone(socket), buffer, from: 0, to: 0, at: 0, left: 0 };
         let mut inn = locked(&self.inn);
@@ -98,7 +103,7 @@ impl Several {
         }
         inn.paths[number] = Some(arriving);
         inn.made |= 1 << number;
-        self.change(wire, |out| out.attach(number, Arc::clone(socket)));
+        self.change(driving, |out| out.attach(number, Arc::clone(socket)));
     }
 
     /// Whether a path of this number was added, even if it has ended since.
@@ -110,6 +115,10 @@ impl Several {
         locked(&self.inn).paths.iter().flatten().map(|path| Arc::clone(&path.socket)).collect()
     }
 
+    pub fn broken(&self) -> Option<&str> {
+        self.broken.get().map(String::as_str)
+    }
+
     pub fn is_flushed(&self) -> bool {
         locked(&self.out).is_flushed()
     }
@@ -117,30 +126,34 @@ impl Several {
     // -------------------------------------------------------------------------------------------------------- writing
 
     /// Changes the sending side, and makes epoll watch the sockets that accept no more.
-    fn change<T>(&self, wire: &Wire, change: impl FnOnce(&mut Stripes<Arc<Socket>>) -> T) -> T {
+    fn change<T>(&self, driving: &Driving, change: impl FnOnce(&mut Stripes<Arc<Socket>>) -> T) -> T {
         let mut out = locked(&self.out);
         let result = change(&mut out);
         for (_, socket, blocked) in out.paths() {
             if socket.watched.swap(blocked, Ordering::Relaxed) != blocked {
-                wire.watch_path(socket, blocked);
+                driving.watch_path(socket.fd(), socket.token, blocked);
             }
         }
         result
     }
 
-    /// Queues a frame, unless the connection is broken: then returns it. `broken` is called under the lock.
-    pub fn push(&self, wire: &Wire, outgoing: Outgoing, broken: impl FnOnce() -> bool) -> Option<Outgoing> {
-        self.change(wire, |out| {
-            if broken() {
+    /// As `Connection::push`.
+    pub fn push(&self, driving: &Driving, outgoing: Outgoing, events: &mut Events) {
+        let refused = self.change(driving, |out| {
+            if self.broken.get().is_some() {
                 return Some(outgoing);
             }
             out.push(outgoing);
             None
-        })
+        });
+        if let Some(refused) = refused {
+            let why = self.broken().unwrap_or_default().to_string();
+            refused.end.tell(Err(why), refused.data, events);
+        }
     }
 
-    pub fn writable(&self, wire: &Wire, token: u64) {
-        self.change(wire, |out| {
+    pub fn writable(&self, driving: &Driving, token: u64) {
+        self.change(driving, |out| {
             let number = out.paths().find(|(_, socket, _)| socket.token == token).map(|(number, ..)| number);
             if let Some(number) = number {
                 out.writable(number);
@@ -150,9 +163,9 @@ impl Several {
 
     /// Checks which paths advance, and reports what has changed unless the connection `is_closing`. Returns why the
     /// connection has ended, if it has.
-    pub fn look(&self, wire: &Wire, now: Instant, is_closing: bool) -> Option<String> {
+    pub fn look(&self, driving: &Driving, now: Instant, is_closing: bool) -> Option<String> {
         let (mut gone, mut others, mut lines) = (false, OTHERS, Vec::new());
-        let is_doubted = self.change(wire, |out| {
+        let is_doubted = self.change(driving, |out| {
             let changes = out.look(now);
             let several = out.paths().count() > 1;
             for change in changes {
@@ -196,30 +209,29 @@ impl Several {
     // -------------------------------------------------------------------------------------------------------- reading
 
     /// Reads and handles what has arrived on one path. Only the thread that drives the wire calls it.
-    pub fn read(&self, wire: &Wire, connection: &Connection, token: u64, events: &mut Events) -> Turn {
+    pub fn read(&self, driving: &Driving, routes: &impl Routes, from: Origin, token: u64, events: &mut Events) -> Turn {
         let mut inn = locked(&self.inn);
         let number = inn.paths.iter().position(|path| path.as_ref().is_some_and(|path| path.socket.token == token));
         let Some(number) = number else { return Turn::Nothing };
         let before = inn.parser.position;
-        let turn = Reading { inn: &mut inn, number, several: self, wire, connection, events }.turn();
+        let turn = Reading { inn: &mut inn, number, several: self, driving, routes, from, events }.turn();
         let position = inn.parser.position;
         if position > before {
             inn.parser.ack.store(position, Ordering::Release);
-            self.change(wire, Stripes::acknowledge);
+            self.change(driving, Stripes::acknowledge);
         }
         match turn {
             Ok(turn) => turn,
             Err(Failure::Stream(why)) => Turn::Broken(why),
             Err(Failure::Path(why)) => {
-                let path = inn.paths[number].take().expect("just read");
-                drop(inn);
-                wire.forget_socket(path.socket.fd(), path.socket.token);
                 let since = Instant::now();
-                if !self.change(wire, |out| out.lose(number, since)) {
+                if !self.change(driving, |out| out.lose(number, since)) {
                     return Turn::Broken(why);
                 }
-                locked(&self.lost).push(Lost { since, ends: path.socket.ends.clone(), why });
-                Turn::Moved
+                let Arriving { socket, .. } = inn.paths[number].take().expect("just read");
+                drop(inn);
+                locked(&self.lost).push(Lost { since, ends: socket.ends.clone(), why });
+                Turn::Without(socket)
             }
         }
     }
@@ -227,14 +239,14 @@ impl Several {
     // ------------------------------------------------------------------------------------------------- what ends early
 
     /// As `Connection::forget`.
-    pub fn forget(&self, wire: &Wire, channel: u64, why: &str, events: &mut Events) {
+    pub fn forget(&self, driving: &Driving, channel: u64, why: &str, events: &mut Events) {
         let mut inn = locked(&self.inn);
-        if let Some(current) = inn.parser.current.as_mut().filter(|current| current.frame.channel == channel) {
-            mem::replace(&mut current.target, Target::Discard).fail(why, events);
+        if let Some(current) = &mut inn.parser.current {
+            current.forget(channel, why, events);
         }
         drop(inn);
         let mut ended = Vec::new();
-        let gone = self.change(wire, |out| {
+        let gone = self.change(driving, |out| {
             let keeps = |one: &Outgoing| matches!(one.end, End::Nobody);
             let begun = |one: &mut Outgoing| ended.push(mem::replace(&mut one.end, End::Nobody));
             out.remove(|one| one.frame.channel == channel, keeps, begun)
@@ -248,23 +260,22 @@ impl Several {
     }
 
     /// As `Connection::give_up`.
-    pub fn give_up(&self, wire: &Wire, is_it: impl Fn(&End) -> bool, meanwhile: impl FnOnce()) {
+    pub fn give_up(&self, driving: &Driving, is_it: impl Fn(&End) -> bool, meanwhile: impl FnOnce()) {
         let mut inn = locked(&self.inn);
         meanwhile();
-        if let Some(Incoming { target, .. }) = inn.parser.current.as_mut()
-            && matches!(target, Target::Posted(_, end) if is_it(end))
-        {
-            *target = Target::Discard;
+        if let Some(current) = &mut inn.parser.current {
+            current.give_up(&is_it);
         }
-        let gone = self.change(wire, |out| out.remove(|one| is_it(&one.end), |_| false, |one| one.end = End::Nobody));
+        let gone =
+            self.change(driving, |out| out.remove(|one| is_it(&one.end), |_| false, |one| one.end = End::Nobody));
         drop(inn);
         drop(gone);
     }
 
-    /// As `Connection::fail`. `broken` marks the connection, and returns false if it was broken before.
-    pub fn fail(&self, why: &str, broken: impl FnOnce() -> bool, events: &mut Events) {
+    /// As `Connection::fail`.
+    pub fn fail(&self, why: &str, events: &mut Events) {
         let mut out = locked(&self.out);
-        if !broken() {
+        if self.broken.set(why.to_string()).is_err() {
             return;
         }
         let all = out.take_all();
@@ -296,17 +307,18 @@ impl From<String> for Failure {
 }
 
 /// One turn of reading one path.
-struct Reading<'a> {
+struct Reading<'a, R> {
     inn: &'a mut Inn,
     /// The path's number.
     number: usize,
     several: &'a Several,
-    wire: &'a Wire,
-    connection: &'a Connection,
+    driving: &'a Driving,
+    routes: &'a R,
+    from: Origin,
     events: &'a mut Events,
 }
 
-impl Reading<'_> {
+impl<R: Routes> Reading<'_, R> {
     fn turn(mut self) -> Result<Turn, Failure> {
         let mut moved = 0;
         loop {
@@ -328,10 +340,10 @@ impl Reading<'_> {
     }
 
     fn handle_buffered(&mut self) -> Result<(), String> {
-        let Reading { number, several, wire, connection, ref mut events, .. } = *self;
+        let Reading { number, several, driving, routes, from, ref mut events, .. } = *self;
         let Inn { parser, assembly, paths, acknowledged, .. } = &mut *self.inn;
         let path = paths[number].as_mut().expect("it is read");
-        let mut frames = Frames { parser, wire, connection, events };
+        let mut frames = Frames { parser, routes, from, events };
         loop {
             if path.left == 0 {
                 let Some(head) = path.buffer[path.from..path.to].first_chunk::<HEAD>() else { return Ok(()) };
@@ -344,7 +356,7 @@ impl Reading<'_> {
                 if segment.ack > *acknowledged {
                     // Applied before the data, because the data may answer the frames that the segment acknowledges.
                     *acknowledged = segment.ack;
-                    several.change(wire, |out| out.acknowledged(segment.ack, frames.events))?;
+                    several.change(driving, |out| out.acknowledged(segment.ack, frames.events))?;
                 }
                 continue;
             }
@@ -363,7 +375,7 @@ impl Reading<'_> {
     /// Makes one system call. It reads into the memory of the current frame if much of the segment belongs there, else
     /// into the buffer. Returns the number of bytes read, and whether they filled all the space.
     fn receive(&mut self) -> Result<Option<(usize, bool)>, Failure> {
-        let Reading { number, wire, connection, ref mut events, .. } = *self;
+        let Reading { number, routes, from, ref mut events, .. } = *self;
         let Inn { parser, assembly, paths, .. } = &mut *self.inn;
         let path = paths[number].as_mut().expect("it is read");
         let mut pieces = Pieces::default();
@@ -395,7 +407,7 @@ impl Reading<'_> {
         let Some(got) = got else { return Ok(None) };
         let data = got.min(direct);
         if data > 0 {
-            let mut frames = Frames { parser, wire, connection, events };
+            let mut frames = Frames { parser, routes, from, events };
             assembly.arrived(&mut frames, path.at, Came::Stored(data as u64))?;
             path.at += data as u64;
             path.left -= data;

@@ -44,7 +44,7 @@ use super::memory::area::Area;
 use super::memory::arena::Lease;
 use super::protocol;
 use super::protocol::Slots;
-use super::small;
+use super::{headers, table};
 use crate::engine::pieces::{Pieces, transfer};
 use crate::error::{Error, Result, laid_out};
 use crate::op::Op;
@@ -96,7 +96,7 @@ impl Mapped {
     /// Does at most one step of this rank's part.
     pub fn step(&mut self, area: &Area, op: &Op, kernel: Option<&Kernel>, arenas: &Arenas) -> Result<Outcome> {
         if self.seen < area.ranks {
-            self.seen = small::look(area, op, self.seen, |_| true)?;
+            self.seen = headers::look(area, op, self.seen, |_| true)?;
             if (0..area.ranks).any(|q| Slots::is_published(area, q, op.number) && area.offer(q, op.number) == 0) {
                 return Ok(Outcome::Staged);
             }
@@ -189,7 +189,7 @@ fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
         Err(rank) => return Err(impossible(op, rank)),
     };
     let tables = match request.kind {
-        crate::types::Kind::AllToAll => small::finish_table(area, op)?,
+        crate::types::Kind::AllToAll => table::finish(area, op)?,
         _ => Vec::new(),
     };
     let shape = Shape {
@@ -208,7 +208,7 @@ fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
     if let Some(rank) = part.too_small(&inputs, &outputs) {
         return Err(impossible(op, rank));
     }
-    let factors = if request.kind.reduces() { small::factors(area, op) } else { Vec::new() };
+    let factors = if request.kind.reduces() { headers::factors(area, op) } else { Vec::new() };
     Ok(Some(Work { part, theirs, factors }))
 }
 

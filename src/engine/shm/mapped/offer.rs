@@ -14,7 +14,7 @@ use crate::engine::shm::memory::arena;
 use crate::engine::shm::memory::arena::{Identity, Lease};
 use crate::engine::shm::memory::layout::MOST_PIECES;
 use crate::engine::shm::memory::reach::Reach;
-use crate::engine::shm::small::{is_inline, table_bytes};
+use crate::engine::shm::table::{is_inline, table_bytes};
 use crate::op::Op;
 use crate::types::{Request, Span};
 

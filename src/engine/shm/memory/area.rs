@@ -85,7 +85,8 @@ impl Area {
         Area { segment, layout, me, ranks: layout.ranks, presence }
     }
 
-    /// For tests: replaces the function that returns the free memory of this process.
+    /// Replaces the function that returns the free memory of this process.
+    #[cfg(feature = "testing")]
     pub fn with_headroom(self, headroom: fn() -> Option<u64>) -> Area {
         Area { presence: Presence::new(headroom), ..self }
     }

@@ -222,6 +222,7 @@ impl Segment {
     }
 
     /// Memory for ranks that are threads of one process.
+    #[cfg(feature = "testing")]
     pub fn anonymous(len: usize) -> Result<Segment> {
         // Miri supports neither mappings that processes share nor pages.
         let shared = if cfg!(miri) { libc::MAP_PRIVATE } else { libc::MAP_SHARED };

@@ -78,7 +78,50 @@ struct InPlace {
     all_claimed: bool,
 }
 
+/// What a step of a message in place did.
+enum InPlaceStep {
+    Copied,
+    /// The sender must make progress first.
+    Waits,
+    Done,
+}
+
 impl InPlace {
+    /// Finds the tensor, which the sender offers at `offset` of its arena, and lends an output to the sender if peers can
+    /// reach it. Fails if the tensor is not within the arena.
+    fn begin(shares: Shares<'_>, arenas: &Arenas, op: &Op, (from, offset): (usize, usize)) -> Result<InPlace> {
+        let total = Pieces(op.request.outputs()).bytes();
+        let at = arenas.at(from, offset, total).ok_or_else(|| impossible(op, from))?;
+        op.record_choice(Choice::MAPPED.code());
+        let output = arenas.lend_output(shares.area, op);
+        if let Some(lease) = &output {
+            shares.set_home(lease.offset);
+        }
+        Ok(InPlace { channel: shares.channel, at, copied: 0, output, all_claimed: false })
+    }
+
+    /// Copies the next share of the tensor, or checks whether all are copied.
+    fn step(&mut self, shares: Shares<'_>, from: usize, outputs: Pieces) -> InPlaceStep {
+        let total = outputs.bytes();
+        if !self.all_claimed
+            && let Some(range) = shares.claim(total)
+        {
+            let source = [Span { addr: self.at, bytes: total }];
+            // SAFETY: the range is in the sender's arena, which `arenas` keeps mapped, and nobody else copies it. If the
+            // sender's program changes the tensor meanwhile, its send has failed, which is checked below. The outputs
+            // belong to the caller until the receive ends.
+            unsafe { transfer(Pieces(&source), range.start, outputs, range.start, range.len()) };
+            self.copied += range.len();
+            return InPlaceStep::Copied;
+        }
+        self.all_claimed = true;
+        // If the check fails, the group finds the reason.
+        if self.needs_sender(shares, total) || !protocol::was_whole(&Sender { area: shares.area, rank: from }) {
+            return InPlaceStep::Waits;
+        }
+        InPlaceStep::Done
+    }
+
     /// Whether only the sender has ranges that are not copied yet.
     fn needs_sender(&self, shares: Shares<'_>, total: usize) -> bool {
         self.all_claimed && self.copied.saturating_add(shares.sent()) < total
@@ -218,7 +261,6 @@ impl Incoming {
         let Some(channel) = channels.of(from) else { return Ok(false) };
         let shares = Shares { area, to: area.me, channel, round: self.round };
         let outputs = Pieces(op.request.outputs());
-        let total = outputs.bytes();
         if !matches!(progress, Progress::InPlace(_)) && area.pair_word(from, area.me, READY).load(Acquire) <= self.round
         {
             return Ok(false);
@@ -231,42 +273,18 @@ impl Incoming {
                     false
                 }
                 Some(offset) => {
-                    let at = arenas.at(from, offset, total).ok_or_else(|| impossible(op, from))?;
-                    op.record_choice(Choice::MAPPED.code());
-                    let output = arenas.lend_output(area, op);
-                    if let Some(lease) = &output {
-                        shares.set_home(lease.offset);
-                    }
-                    *progress = Progress::InPlace(InPlace { channel, at, copied: 0, output, all_claimed: false });
+                    *progress = Progress::InPlace(InPlace::begin(shares, arenas, op, (from, offset))?);
                     return Ok(true);
                 }
             },
-            Progress::InPlace(message) => {
-                if !message.all_claimed
-                    && let Some(range) = shares.claim(total)
-                {
-                    let source = [Span { addr: message.at, bytes: total }];
-                    // SAFETY: the range is in the sender's arena, which `arenas` keeps mapped, and nobody else copies
-                    // it. If the sender's program changes the tensor meanwhile, its send has failed, which is checked
-                    // below. The outputs belong to the caller until the receive ends.
-                    unsafe { transfer(Pieces(&source), range.start, outputs, range.start, range.len()) };
-                    message.copied += range.len();
-                    return Ok(true);
-                }
-                message.all_claimed = true;
-                // If the check fails, the group finds the reason.
-                if message.needs_sender(shares, total) || !protocol::was_whole(&Sender { area, rank: from }) {
-                    return Ok(false);
-                }
-                true
-            }
+            Progress::InPlace(message) => match message.step(shares, from, outputs) {
+                InPlaceStep::Copied => return Ok(true),
+                InPlaceStep::Waits => return Ok(false),
+                InPlaceStep::Done => true,
+            },
             Progress::Staged(moved) => {
-                let bytes = area.layout.body_bytes.min(total - *moved);
-                // SAFETY: the body buffer is ready and has `bytes` bytes. The outputs belong to the caller until the
-                // receive ends.
-                unsafe { outputs.write(*moved, area.body(area.me, channel, self.round, bytes), bytes) };
-                *moved += bytes;
-                *moved == total
+                *moved += receive_part(shares, outputs, *moved);
+                *moved == outputs.bytes()
             }
         };
         self.round += 1;
@@ -317,6 +335,15 @@ impl Incoming {
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
         self.bodies.iter().map(|body| &body.op)
     }
+}
+
+/// Copies the part of a message that is in the channel to offset `moved` of the outputs. Returns its size.
+fn receive_part(shares: Shares<'_>, outputs: Pieces, moved: usize) -> usize {
+    let Shares { area, to, channel, round } = shares;
+    let bytes = area.layout.body_bytes.min(outputs.bytes() - moved);
+    // SAFETY: the body buffer is ready and has `bytes` bytes. The outputs belong to the caller until the receive ends.
+    unsafe { outputs.write(moved, area.body(to, channel, round, bytes), bytes) };
+    bytes
 }
 
 /// The sender of a message that is read in place.

@@ -4,11 +4,10 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::engine::device::communicator::text;
 use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
-use crate::engine::device::runtime::{Event, Runtime, Spare, Stream, milliseconds};
+use crate::engine::device::runtime::{Event, Runtime, Spare, Stream};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {
@@ -35,22 +34,17 @@ const CAPTURES_NOTHING: c_int = 0;
 symbols! {
     /// Functions of cnrt.h.
     Table {
-        device_count = "cnrtGetDeviceCount"(*mut c_uint) -> Code;
         set_device = "cnrtSetDevice"(c_int) -> Code;
         lib_version = "cnrtGetLibVersion"(*mut c_int, *mut c_int, *mut c_int) -> Code;
         get_error_str = "cnrtGetErrorStr"(Code) -> *const c_char;
         get_last_error = "cnrtGetLastError"() -> Code;
         queue_create = "cnrtQueueCreate"(*mut Handle) -> Code;
-        queue_destroy = "cnrtQueueDestroy"(Handle) -> Code;
         queue_query = "cnrtQueueQuery"(Handle) -> Code;
         is_capturing = "cnrtQueueIsCapturing"(Handle, *mut c_int) -> Code;
         notifier_create = "cnrtNotifierCreateWithFlags"(*mut Handle, c_uint) -> Code;
         notifier_create_plain = "cnrtNotifierCreate"(*mut Handle) -> Code;
-        notifier_destroy = "cnrtNotifierDestroy"(Handle) -> Code;
         place_notifier = "cnrtPlaceNotifier"(Handle, Handle) -> Code;
         queue_wait_notifier = "cnrtQueueWaitNotifier"(Handle, Handle, c_uint) -> Code;
-        query_notifier = "cnrtQueryNotifier"(Handle) -> Code;
-        elapsed = "cnrtNotifierElapsedTime"(Handle, Handle, *mut f32) -> Code;
         allocate = "cnrtMalloc"(*mut *mut c_void, usize) -> Code;
         copy_v3 = "cnrtMemcpyAsync_V3"(*mut c_void, *mut c_void, usize, Handle, c_int) -> Code;
         copy_v2 = "cnrtMemcpyAsync_V2"(*mut c_void, *mut c_void, usize, Handle, c_int) -> Code;
@@ -111,13 +105,6 @@ impl Runtime for Cnrt {
         format!("Cambricon runtime {major}.{minor}.{patch} ({})", self.library.path)
     }
 
-    fn device_count(&self) -> Result<u32> {
-        let mut count = 0;
-        // SAFETY: see above.
-        let code = unsafe { self.table.device_count.of(&self.library)?(&mut count) };
-        self.check("cnrtGetDeviceCount", code).map(|()| count)
-    }
-
     fn set_device(&self, device: i32) -> Result<()> {
         // SAFETY: see above.
         let code = unsafe { self.table.set_device.of(&self.library)?(device) };
@@ -129,12 +116,6 @@ impl Runtime for Cnrt {
         // SAFETY: see above.
         let code = unsafe { self.table.queue_create.of(&self.library)?(&mut made) };
         self.check("cnrtQueueCreate", code).map(|()| Stream(made as usize))
-    }
-
-    fn stream_destroy(&self, stream: Stream) -> Result<()> {
-        // SAFETY: see above.
-        let code = unsafe { self.table.queue_destroy.of(&self.library)?(stream.0 as Handle) };
-        self.check("cnrtQueueDestroy", code)
     }
 
     fn stream_idle(&self, stream: Stream) -> Result<bool> {
@@ -152,21 +133,15 @@ impl Runtime for Cnrt {
         Ok(code == SUCCESS && status != CAPTURES_NOTHING)
     }
 
-    fn event_create(&self, timed: bool) -> Result<Event> {
+    fn event_create(&self) -> Result<Event> {
         let mut made: Handle = std::ptr::null_mut();
         let code = match self.table.notifier_create.optional() {
             // SAFETY: see above.
-            Some(create) if !timed => unsafe { create(&mut made, UNTIMED) },
+            Some(create) => unsafe { create(&mut made, UNTIMED) },
             // SAFETY: see above.
-            _ => unsafe { self.table.notifier_create_plain.of(&self.library)?(&mut made) },
+            None => unsafe { self.table.notifier_create_plain.of(&self.library)?(&mut made) },
         };
         self.check("cnrtNotifierCreate", code).map(|()| Event(made as usize))
-    }
-
-    fn event_destroy(&self, event: Event) -> Result<()> {
-        // SAFETY: see above.
-        let code = unsafe { self.table.notifier_destroy.of(&self.library)?(event.0 as Handle) };
-        self.check("cnrtNotifierDestroy", code)
     }
 
     fn event_record(&self, event: Event, stream: Stream) -> Result<()> {
@@ -180,20 +155,6 @@ impl Runtime for Cnrt {
         // SAFETY: see above. The event is the first argument here.
         let code = unsafe { wait(event.0 as Handle, stream.0 as Handle, 0) };
         self.check("cnrtQueueWaitNotifier", code)
-    }
-
-    fn event_done(&self, event: Event) -> Result<bool> {
-        // SAFETY: see above.
-        let code = unsafe { self.table.query_notifier.of(&self.library)?(event.0 as Handle) };
-        self.ready("cnrtQueryNotifier", code)
-    }
-
-    fn elapsed(&self, start: Event, end: Event) -> Result<Duration> {
-        let mut time = 0.0;
-        let call = self.table.elapsed.of(&self.library)?;
-        // SAFETY: see above.
-        let code = unsafe { call(start.0 as Handle, end.0 as Handle, &mut time) };
-        self.check("cnrtNotifierElapsedTime", code).map(|()| milliseconds(time))
     }
 
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()> {

@@ -1,16 +1,14 @@
 //! Ascend's runtime (acl_rt.h). It has two kinds of events. An event of the newer kind ("Ex") may be recorded again
 //! directly. An event of the older kind must be reset on a stream before it is recorded again; this kind is used only
-//! if the runtime does not have the newer. The status of a recorded event is 1 if it is complete; the other statuses
-//! are 0 if complete.
+//! if the runtime does not have the newer.
 
 use std::collections::HashSet;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use crate::engine::device::communicator::text;
 use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
-use crate::engine::device::runtime::{Event, Runtime, Spare, Stream, milliseconds};
+use crate::engine::device::runtime::{Event, Runtime, Spare, Stream};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {
@@ -29,11 +27,8 @@ const SUCCESS: Code = 0;
 const INITIALISED_BEFORE: Code = 100002;
 /// Value of aclrtStreamStatus.
 const STREAM_COMPLETE: c_int = 0;
-/// Value of aclrtEventRecordedStatus. There 1 means complete, unlike in aclrtStreamStatus.
-const EVENT_COMPLETE: c_int = 1;
-/// ACL_EVENT_SYNC and ACL_EVENT_TIME_LINE.
+/// ACL_EVENT_SYNC
 const FLAG_SYNC: u32 = 1;
-const FLAG_TIME_LINE: u32 = 8;
 /// ACL_STREAM_FAST_LAUNCH | ACL_STREAM_FAST_SYNC; torch_npu uses the same flags.
 const STREAM_FAST: u32 = 1 | 2;
 const DEVICE_TO_DEVICE: c_int = 3;
@@ -47,20 +42,15 @@ symbols! {
     Table {
         init = "aclInit"(*const c_char) -> Code;
         recent_message = "aclGetRecentErrMsg"() -> *const c_char;
-        device_count = "aclrtGetDeviceCount"(*mut u32) -> Code;
         set_device = "aclrtSetDevice"(i32) -> Code;
         stream_create = "aclrtCreateStreamWithConfig"(*mut Handle, u32, u32) -> Code;
         stream_create_plain = "aclrtCreateStream"(*mut Handle) -> Code;
-        stream_destroy = "aclrtDestroyStream"(Handle) -> Code;
         stream_query = "aclrtStreamQuery"(Handle, *mut c_int) -> Code;
         event_create_ex = "aclrtCreateEventExWithFlag"(*mut Handle, u32) -> Code;
         event_create = "aclrtCreateEventWithFlag"(*mut Handle, u32) -> Code;
-        event_destroy = "aclrtDestroyEvent"(Handle) -> Code;
         event_record = "aclrtRecordEvent"(Handle, Handle) -> Code;
         event_reset = "aclrtResetEvent"(Handle, Handle) -> Code;
         stream_wait_event = "aclrtStreamWaitEvent"(Handle, Handle) -> Code;
-        event_status = "aclrtQueryEventStatus"(Handle, *mut c_int) -> Code;
-        event_elapsed = "aclrtEventElapsedTime"(*mut f32, Handle, Handle) -> Code;
         capture_info = "aclmdlRICaptureGetInfo"(Handle, *mut c_int, *mut Handle) -> Code;
         allocate = "aclrtMalloc"(*mut *mut c_void, usize, c_int) -> Code;
         copy = "aclrtMemcpyAsync"(*mut c_void, usize, *const c_void, usize, c_int, Handle) -> Code;
@@ -113,13 +103,6 @@ impl Runtime for Acl {
         format!("Ascend runtime ({})", self.library.path)
     }
 
-    fn device_count(&self) -> Result<u32> {
-        let mut count = 0;
-        // SAFETY: see above.
-        let code = unsafe { self.table.device_count.of(&self.library)?(&mut count) };
-        self.check("aclrtGetDeviceCount", code).map(|()| count)
-    }
-
     fn set_device(&self, device: i32) -> Result<()> {
         // SAFETY: see above.
         let code = unsafe { self.table.set_device.of(&self.library)?(device) };
@@ -135,12 +118,6 @@ impl Runtime for Acl {
             None => unsafe { self.table.stream_create_plain.of(&self.library)?(&mut made) },
         };
         self.check("aclrtCreateStream", code).map(|()| Stream(made as usize))
-    }
-
-    fn stream_destroy(&self, stream: Stream) -> Result<()> {
-        // SAFETY: see above.
-        let code = unsafe { self.table.stream_destroy.of(&self.library)?(stream.0 as Handle) };
-        self.check("aclrtDestroyStream", code)
     }
 
     fn stream_idle(&self, stream: Stream) -> Result<bool> {
@@ -159,20 +136,12 @@ impl Runtime for Acl {
         Ok(code == SUCCESS && status != CAPTURES_NOTHING)
     }
 
-    fn event_create(&self, timed: bool) -> Result<Event> {
+    fn event_create(&self) -> Result<Event> {
         let mut made: Handle = std::ptr::null_mut();
-        let flags = if timed { FLAG_SYNC | FLAG_TIME_LINE } else { FLAG_SYNC };
         let create = if self.reusable() { &self.table.event_create_ex } else { &self.table.event_create };
         // SAFETY: see above.
-        let code = unsafe { create.of(&self.library)?(&mut made, flags) };
+        let code = unsafe { create.of(&self.library)?(&mut made, FLAG_SYNC) };
         self.check("aclrtCreateEvent", code).map(|()| Event(made as usize))
-    }
-
-    fn event_destroy(&self, event: Event) -> Result<()> {
-        self.used().remove(&event.0);
-        // SAFETY: see above.
-        let code = unsafe { self.table.event_destroy.of(&self.library)?(event.0 as Handle) };
-        self.check("aclrtDestroyEvent", code)
     }
 
     fn event_record(&self, event: Event, stream: Stream) -> Result<()> {
@@ -190,21 +159,6 @@ impl Runtime for Acl {
         // SAFETY: see above.
         let code = unsafe { self.table.stream_wait_event.of(&self.library)?(stream.0 as Handle, event.0 as Handle) };
         self.check("aclrtStreamWaitEvent", code)
-    }
-
-    fn event_done(&self, event: Event) -> Result<bool> {
-        let mut status = 0;
-        // SAFETY: see above.
-        let code = unsafe { self.table.event_status.of(&self.library)?(event.0 as Handle, &mut status) };
-        self.check("aclrtQueryEventStatus", code).map(|()| status == EVENT_COMPLETE)
-    }
-
-    fn elapsed(&self, start: Event, end: Event) -> Result<Duration> {
-        let mut time = 0.0;
-        let call = self.table.event_elapsed.of(&self.library)?;
-        // SAFETY: see above.
-        let code = unsafe { call(&mut time, start.0 as Handle, end.0 as Handle) };
-        self.check("aclrtEventElapsedTime", code).map(|()| milliseconds(time))
     }
 
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()> {

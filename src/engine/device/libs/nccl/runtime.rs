@@ -7,7 +7,6 @@
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::{
@@ -16,7 +15,7 @@ use cudarc::driver::sys::{
 
 use crate::engine::device::communicator::text;
 use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
-use crate::engine::device::runtime::{Event, Runtime, Spare, Stream, milliseconds};
+use crate::engine::device::runtime::{Event, Runtime, Spare, Stream};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {
@@ -58,21 +57,16 @@ driver! {
         init = "cuInit" cuInit(c_uint);
         driver_version = "cuDriverGetVersion" cuDriverGetVersion(*mut c_int);
         get_error_string = "cuGetErrorString" _(Code, *mut *const c_char);
-        device_count = "cuDeviceGetCount" cuDeviceGetCount(*mut c_int);
         device_get = "cuDeviceGet" cuDeviceGet(*mut CUdevice, c_int);
         primary_retain = "cuDevicePrimaryCtxRetain" cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
         set_current = "cuCtxSetCurrent" cuCtxSetCurrent(CUcontext);
         stream_create = "cuStreamCreate" cuStreamCreate(*mut CUstream, c_uint);
-        stream_destroy = "cuStreamDestroy_v2" cuStreamDestroy_v2(CUstream);
         stream_query = "cuStreamQuery" cuStreamQuery(CUstream);
         stream_is_capturing = "cuStreamIsCapturing" _(CUstream, *mut c_int);
         exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" _(*mut c_int);
         stream_wait_event = "cuStreamWaitEvent" cuStreamWaitEvent(CUstream, CUevent, c_uint);
         event_create = "cuEventCreate" cuEventCreate(*mut CUevent, c_uint);
-        event_destroy = "cuEventDestroy_v2" cuEventDestroy_v2(CUevent);
         event_record = "cuEventRecord" cuEventRecord(CUevent, CUstream);
-        event_query = "cuEventQuery" cuEventQuery(CUevent);
-        event_elapsed = "cuEventElapsedTime" cuEventElapsedTime_v2(*mut f32, CUevent, CUevent);
         allocate = "cuMemAlloc_v2" cuMemAlloc_v2(*mut CUdeviceptr, usize);
         copy = "cuMemcpyDtoDAsync_v2" cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
     }
@@ -135,13 +129,6 @@ impl Runtime for Cuda {
         format!("CUDA driver {}.{} ({})", version / 1000, version / 10 % 100, library.path)
     }
 
-    fn device_count(&self) -> Result<u32> {
-        let mut count = 0;
-        // SAFETY: see above.
-        let code = unsafe { self.table.device_count.of(&self.library)?(&mut count) };
-        self.check("cuDeviceGetCount", code).map(|()| count as u32)
-    }
-
     fn set_device(&self, device: i32) -> Result<()> {
         let mut contexts = self.contexts.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let context = match contexts.get(&device) {
@@ -170,12 +157,6 @@ impl Runtime for Cuda {
         self.check("cuStreamCreate", code).map(|()| Stream(made as usize))
     }
 
-    fn stream_destroy(&self, own: Stream) -> Result<()> {
-        // SAFETY: see above.
-        let code = unsafe { self.table.stream_destroy.of(&self.library)?(stream(own)) };
-        self.check("cuStreamDestroy", code)
-    }
-
     fn stream_idle(&self, own: Stream) -> Result<bool> {
         // SAFETY: see above.
         let code = unsafe { self.table.stream_query.of(&self.library)?(stream(own)) };
@@ -196,18 +177,12 @@ impl Runtime for Cuda {
         self.check("cuThreadExchangeStreamCaptureMode", code).map(|()| mode as u32)
     }
 
-    fn event_create(&self, timed: bool) -> Result<Event> {
+    fn event_create(&self) -> Result<Event> {
         let mut made: CUevent = std::ptr::null_mut();
-        let flags = if timed { CUevent_flags::CU_EVENT_DEFAULT } else { CUevent_flags::CU_EVENT_DISABLE_TIMING };
+        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // SAFETY: see above.
-        let code = unsafe { self.table.event_create.of(&self.library)?(&mut made, flags as c_uint) };
+        let code = unsafe { self.table.event_create.of(&self.library)?(&mut made, flags) };
         self.check("cuEventCreate", code).map(|()| Event(made as usize))
-    }
-
-    fn event_destroy(&self, own: Event) -> Result<()> {
-        // SAFETY: see above.
-        let code = unsafe { self.table.event_destroy.of(&self.library)?(event(own)) };
-        self.check("cuEventDestroy", code)
     }
 
     fn event_record(&self, own: Event, on: Stream) -> Result<()> {
@@ -220,19 +195,6 @@ impl Runtime for Cuda {
         // SAFETY: see above.
         let code = unsafe { self.table.stream_wait_event.of(&self.library)?(stream(waiting), event(own), 0) };
         self.check("cuStreamWaitEvent", code)
-    }
-
-    fn event_done(&self, own: Event) -> Result<bool> {
-        // SAFETY: see above.
-        let code = unsafe { self.table.event_query.of(&self.library)?(event(own)) };
-        self.ready("cuEventQuery", code)
-    }
-
-    fn elapsed(&self, start: Event, end: Event) -> Result<Duration> {
-        let mut time = 0.0;
-        // SAFETY: see above.
-        let code = unsafe { self.table.event_elapsed.of(&self.library)?(&mut time, event(start), event(end)) };
-        self.check("cuEventElapsedTime", code).map(|()| milliseconds(time))
     }
 
     fn copy(&self, to: usize, from: usize, bytes: usize, on: Stream) -> Result<()> {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::super::{Place, join};
+use super::super::{Place, Wire, join};
 use super::*;
 use crate::engine::multihost::link::Link;
 use crate::error::Result;

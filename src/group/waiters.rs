@@ -1,0 +1,30 @@
+//! How threads wait for a group's operations: how they spin, and which threads copy and combine meanwhile.
+
+use crate::engine::Control;
+use crate::progress::domain::SpinPolicy;
+use crate::threads;
+use crate::threads::Helpers;
+
+pub(super) struct Waiters {
+    pub spin_policy: SpinPolicy,
+    /// The threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread does
+    /// this alone.
+    pub helpers: Option<Helpers>,
+    /// Cached `Control::has_threads`: threads of the engine run its operations.
+    pub has_threads: bool,
+}
+
+impl Waiters {
+    /// How a thread spins that waits now.
+    pub fn spins(&self, control: &dyn Control) -> SpinPolicy {
+        if self.has_threads && control.polls() { SpinPolicy::yielding() } else { self.spin_policy }
+    }
+
+    pub fn describe(&self, control: &dyn Control) -> String {
+        let spins = control.wake_address().map(|_| format!(", {}", self.spin_policy));
+        let helps = self.helpers.as_ref().map(|Helpers { threads, .. }| {
+            format!(", {threads} threads copy and combine from {} KiB on", (2 * threads::LEAST_BYTES) >> 10)
+        });
+        spins.unwrap_or_default() + &helps.unwrap_or_default()
+    }
+}
