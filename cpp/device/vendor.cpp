@@ -202,20 +202,14 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
     return work;
   }
   made.failure = failure_;
-  made.issuer = failure_->issued();
-  const pid_t issuer = made.issuer;
-  try {
-    if (!terms.listened && !made.blocks_host && !trace) {
-      DeviceWatch::instance().add(std::make_shared<DeviceRun>(std::move(made), owner_.events));
-      return nullptr;
-    }
-    auto work = make();
-    work->watch();
-    return work;
-  } catch (const std::exception&) {
-    failure_->ended(issuer);
-    throw;
+  made.under_way = Failure::UnderWay(failure_);
+  if (!terms.listened && !made.blocks_host && !trace) {
+    DeviceWatch::instance().add(std::make_shared<DeviceRun>(std::move(made), owner_.events));
+    return nullptr;
   }
+  auto work = make();
+  work->watch();
+  return work;
 }
 
 DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,

@@ -6,20 +6,26 @@
 #include <iterator>
 #include <thread>
 
+#include "host/errors.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
 
-void DeviceWatch::add(RunPtr run) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  added_.push_back(std::move(run));
-  start();
+void DeviceWatch::add(const RunPtr& run) {
+  try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start();
+    added_.push_back(run);
+  } catch (const std::exception&) {
+    run->end(coded_text(std::current_exception()), false);
+    throw;
+  }
 }
 
 void DeviceWatch::begin(const Launch& launch) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  launching_.push_back(launch);
   start();
+  launching_.push_back(launch);
 }
 
 void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
@@ -42,8 +48,8 @@ bool DeviceWatch::ends(const Launch& launch) {
 
 void DeviceWatch::add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  captured_.push_back({call, std::move(failure)});
   start();
+  captured_.push_back({call, std::move(failure)});
 }
 
 void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
@@ -63,15 +69,14 @@ void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
 
 void DeviceWatch::start() {
   if (stopped_) return;
-  if (!running_) {
+  if (C10_UNLIKELY(!running_ || !guarding_)) {
     const BlockSignals block;
-    std::thread([this] { serve(); }).detach();
+    if (!running_) std::thread([this] { serve(); }).detach();
     running_ = true;
     if (!guarding_) std::thread([this] { guard(); }).detach();
     guarding_ = true;
-  } else if (idle_) {
-    changed_.notify_all();
   }
+  if (idle_) changed_.notify_all();
 }
 
 void DeviceWatch::serve() {

@@ -25,7 +25,8 @@ class DeviceWatch {
 
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
-  void add(RunPtr run);
+  // Polls the run until its end. If no thread can do that, ends the run with that error and throws.
+  void add(const RunPtr& run);
   // Checks once a second whether replays of a captured call will end, until the owner of the call drops it.
   void add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure);
   struct Launch {
@@ -86,6 +87,8 @@ class DeviceWatch {
   // Checks each group's captured calls. Drops an entry if its call no longer exists or its group has failed. Call it
   // without `mutex_`.
   static void look_at_replays(std::vector<Captured>& captured);
+  // Starts the threads that do not run, or wakes the first one. Call it with `mutex_`, and before a list gets an entry:
+  // it throws if no thread is left, and nobody would then look at the entry.
   void start();
 
   std::mutex mutex_;

@@ -128,7 +128,7 @@ void DeviceRun::end(const std::string& error, bool idle) {
   } else {
     events_->tell_failure(error);
   }
-  if (launched_.failure && launched_.issuer != 0) launched_.failure->ended(launched_.issuer);
+  launched_.under_way.end();
   if (idle && launched_.last) launched_.last->passed(launched_.stream, launched_.ended);
   std::vector<at::Tensor> tensors = take_tensors();
   if (!idle) {

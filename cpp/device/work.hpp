@@ -91,8 +91,8 @@ class DeviceRun final {
     std::shared_ptr<DeviceCall> call{};
     // Handles a failure of the call. Null if the end of the call is not watched.
     std::shared_ptr<Failure> failure{};
-    // The thread for which `failure` counts this call as under way, or 0.
-    pid_t issuer = 0;
+    // Counts the call as under way until it ends. Empty if `drain` need not wait for the call.
+    Failure::UnderWay under_way{};
     // The table that `ended` was put into, or null.
     std::shared_ptr<LastEnds> last{};
     // The operation's name in error texts; a string literal.
