@@ -176,7 +176,6 @@ void bind_backend(py::module_& module) {
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
-      .def_property_readonly("spans_hosts", &SageBackend::spans_hosts)
       .def("describe", &SageBackend::describe)
       .def_property_readonly("fault", [](const SageBackend& self) { return without_gil([&] { return self.fault(); }); })
       .def("_explain",
