@@ -1,7 +1,6 @@
-#include "python/group.hpp"
+#include "python/bindings.hpp"
 
 #include <pybind11/chrono.h>
-#include <torch/csrc/Exceptions.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -15,7 +14,6 @@
 #include "c10d/rendezvous.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
-#include "python/observe.hpp"
 
 namespace sagellm {
 
@@ -41,12 +39,6 @@ c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::k
 
 // Process id of the process that made the last group.
 int process_of_groups = 0;
-
-template <class Function>
-auto without_gil(const Function& function) {
-  const py::gil_scoped_release no_gil;
-  return function();
-}
 
 // Runs `body` without the GIL. Then writes the lines that were logged meanwhile, also if `body` throws.
 template <class Body>
@@ -97,12 +89,6 @@ py::str tell_failure(Rendezvous& decided, const std::string& text) {
 
 py::str told_failure(Rendezvous& decided) {
   return as_text(without_gil([&] { return decided.told_failure(); }));
-}
-
-// Makes a function of this module translate torch's exceptions. c10d's own bindings do that by themselves.
-template <class Function>
-auto translated(Function function) {
-  return torch::wrap_pybind_function(function);
 }
 
 // Asks the core, without the GIL.
