@@ -198,7 +198,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
     const std::lock_guard<std::mutex> lock(captured_mutex_);
     if (captured_.empty()) DeviceWatch::instance().add_captured(call, failure_);
     if (captured_.empty() || call->keeps_memory()) captured_.push_back(call);
-    work->settle();
+    work->settle({});
     return work;
   }
   made.failure = failure_;

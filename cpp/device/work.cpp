@@ -124,7 +124,7 @@ void DeviceRun::end(const std::string& error, bool idle) {
     work = held_ ? std::move(held_) : work_.lock();
   }
   if (work) {
-    static_cast<DeviceWork&>(*work).end_of_run(error);
+    static_cast<DeviceWork&>(*work).settle(error);
   } else {
     events_->tell_failure(error);
   }

@@ -164,10 +164,9 @@ class DeviceWork final : public SageWork {
 
   // Hands the run to the watching thread, which detects its end.
   void watch();
-  // Ends the Work of a call that was captured into a graph: its event never passes by itself and must not be queried.
-  void settle() { end(std::string()); }
-  // Called once, by the run.
-  void end_of_run(const std::string& error) { end(error); }
+  // Called once: by the run, or when a call was captured into a graph, because the event of such a call never passes by
+  // itself and must not be queried.
+  void settle(const std::string& error) { end(error); }
 
   std::vector<rust::String> explain() const override { return run_->launched().call->explain(); }
   void synchronize() override { order(); }
