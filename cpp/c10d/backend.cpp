@@ -72,8 +72,7 @@ uint64_t SageBackend::getSequenceNumberForGroup() {
 }
 
 std::string SageBackend::fault() const {
-  const std::string fault(group_->state().fault);
-  return fault.empty() ? fault : fault.substr(1);  // without the letter of its kind
+  return text_of(std::string(group_->state().fault));
 }
 
 c10d::ErrorType SageBackend::getError() {

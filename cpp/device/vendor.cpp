@@ -260,7 +260,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
     if (!terms.listened) outputs.clear();
     work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms);
   } catch (const std::exception&) {
-    call->failed_here(coded_text(std::current_exception()).substr(1));
+    call->failed_here(text_of(coded_text(std::current_exception())));
     // This thread gets the exception from this call, so the error is not raised in it again.
     owner_.events->told();
     failure_->follow(fault(), failure_->threads(), [call] { call->abort(); }, true);

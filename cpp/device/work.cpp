@@ -150,7 +150,7 @@ void DeviceRun::fail(const std::string& error, bool idle) {
 }
 
 void DeviceRun::fail(const std::exception_ptr& failure) {
-  const std::string why = "the device was asked for its end: " + coded_text(failure).substr(1);
+  const std::string why = "the device was asked for its end: " + text_of(coded_text(failure));
   launched_.call->failed_here(why);
   fail(coded(ErrorKind::kRankFailed, "sagellm: " + why));
 }
