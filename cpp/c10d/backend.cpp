@@ -5,7 +5,6 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
@@ -91,7 +90,7 @@ at::Tensor SageBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 void SageBackend::shutdown() {
-  if (::getpid() != process_) {
+  if (events_->inherited()) {
     delegate_.leave_to_parent();
     sparse_.leave_to_parent();
     return;
@@ -112,7 +111,7 @@ void SageBackend::abort() {
 }
 
 void SageBackend::abort_for(const std::string& reason) {
-  if (::getpid() != process_) return;
+  if (events_->inherited()) return;
   events_->call_abort_hooks();
   group_->abort(reason);
   for (const auto& each : vendors_.opened()) each->abort();
@@ -194,7 +193,7 @@ void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c1
 }
 
 void SageBackend::waitForPendingWorks() {
-  if (::getpid() != process_) return;  // a forked child in destroy_process_group: the parent owns the works
+  if (events_->inherited()) return;  // a forked child in destroy_process_group: the parent owns the works
   if (delegate_.serves()) return delegate_.backend()->waitForPendingWorks();
   // Every operation has a deadline, so this wait ends.
   while (!events_->wait_told(std::chrono::milliseconds(100))) {

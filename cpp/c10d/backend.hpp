@@ -283,9 +283,6 @@ class SageBackend final : public c10d::Backend {
   std::optional<c10::Device> parents_device_;
   // Cleared by `shutdown`.
   Splits splits_;
-
-  // The process that made this group. A forked child recognizes by it that the group is its parent's.
-  const pid_t process_ = ::getpid();
 };
 
 }  // namespace sagellm

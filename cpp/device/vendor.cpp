@@ -5,8 +5,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/util/SmallVector.h>
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -314,7 +312,7 @@ void VendorDevices::abort() {
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {
   // A forked child inherits neither the works nor the device.
-  if (::getpid() != process_) return;
+  if (owner_.events->inherited()) return;
   const auto until = std::chrono::steady_clock::now() + timeout;
   // A work fails if its communicator ends before the work, so first wait for all works.
   bool drained = false;

@@ -8,8 +8,6 @@
 // call.
 #pragma once
 
-#include <unistd.h>
-
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
@@ -136,7 +134,6 @@ class VendorDevices final {
 
   const DeviceOwner owner_;
   const c10::DeviceType type_;
-  const pid_t process_ = ::getpid();
   const DevicesOpened opened_;
   const rust::Box<RustDevices>& devices_ = opened_.devices;
   DeviceStreams streams_{&*devices_};

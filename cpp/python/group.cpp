@@ -1,10 +1,9 @@
 #include "python/bindings.hpp"
 
 #include <pybind11/chrono.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "c10d/options.hpp"
 #include "c10d/rendezvous.hpp"
 #include "host/errors.hpp"
+#include "host/per_process.hpp"
 #include "host/python_host.hpp"
 
 namespace sagellm {
@@ -37,8 +37,8 @@ c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::k
   return options;
 }
 
-// Process id of the process that made the last group.
-int process_of_groups = 0;
+// Made with the last group.
+std::optional<ProcessMark> process_of_groups;
 
 // Runs `body` without the GIL. Then writes the lines that were logged meanwhile, also if `body` throws.
 template <class Body>
@@ -62,7 +62,7 @@ std::shared_ptr<Rendezvous> start_rendezvous(const c10::intrusive_ptr<c10d::Stor
   options->timeout = milliseconds(timeout);
   options->group_name = std::move(group_name);
   options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
-  process_of_groups = ::getpid();
+  process_of_groups.emplace();
   return told([&] { return std::make_shared<Rendezvous>(store, rank, size, std::move(options)); });
 }
 
@@ -213,7 +213,7 @@ void bind_groups(py::module_& module) {
 }
 
 bool has_made_groups() {
-  return ::getpid() == process_of_groups;
+  return process_of_groups && !process_of_groups->inherited();
 }
 
 }  // namespace sagellm
