@@ -124,7 +124,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   made.failure = failure_;
   DeviceBegun begun = checked([&] { return devices_->begin_barrier(stream.device_index()); });
   made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
-  made.call = std::make_shared<DeviceCall>(std::move(begun.call));
+  made.call = shared_call(std::move(begun.call));
   auto work = DeviceWork::make(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr, std::move(made));
   if (by_itself) work->watch();
   return work;
@@ -140,8 +140,8 @@ DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep,
 }
 
 std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
-                                               const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers,
-                                               Passage& passage, Tensors& keep, bool asked_only) {
+                                               const CallPtr& call, const c10::Stream& callers, Passage& passage,
+                                               Tensors& keep, bool asked_only) {
   try {
     c10::SmallVector<Preparation, 1> prepared;
     c10::SmallVector<DevicePlaced, 1> placed;
@@ -161,7 +161,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
     // loading may wait until the device is idle. It then also waits for the library's kernel, which waits for other
     // ranks.
     const DeviceWatch::Launching watched(call, failure_);
-    call->launch(placed, raw);
+    checked([&] { call->launch(slice(placed), raw); });
     passage.leave();
     for (size_t i = 0; i < calls.size(); ++i) {
       prepared[i].store();
@@ -210,9 +210,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
   return work;
 }
 
-DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
-                                           const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers,
-                                           Tensors keep, const Terms& terms) {
+DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun, const CallPtr& call,
+                                           const c10::Stream& callers, Tensors keep, const Terms& terms) {
   // In a capture the call runs on the caller's stream: work on another stream, if that is not joined again, would be
   // missing from the graph.
   const bool on_callers = !terms.async || terms.capturing;
@@ -250,7 +249,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   terms.barrier = calls[0].call.kind == Kind::kBarrier;
   terms.listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
   DeviceBegun begun = begin(calls, keep, device, region, terms.capturing);
-  const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
+  const auto call = shared_call(std::move(begun.call));
   c10::intrusive_ptr<DeviceWork> work;
   try {
     auto trace = Trace::start(label.title, keep);
@@ -299,7 +298,7 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
 
 void VendorDevices::forget_captured() {
   // Destroyed after the lock is released.
-  std::vector<std::shared_ptr<DeviceCall>> captured;
+  std::vector<CallPtr> captured;
   const std::lock_guard<std::mutex> lock(captured_mutex_);
   captured.swap(captured_);
 }

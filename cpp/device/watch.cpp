@@ -28,7 +28,7 @@ void DeviceWatch::begin(const Launch& launch) {
   launching_.push_back(launch);
 }
 
-void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
+void DeviceWatch::end(const CallPtr& call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto is_it = [&](const Launch& launch) { return launch.call == call; };
   const auto found = std::find_if(launching_.begin(), launching_.end(), is_it);
@@ -36,7 +36,7 @@ void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
 }
 
 bool DeviceWatch::ends(const Launch& launch) {
-  const std::string error = launch.call->look_at_launch();
+  const std::string error(launch.call->look_at_launch());
   if (error.empty()) return false;
   // Usually the launch throws the error when it returns, and then takes back the exception that is raised here. If the
   // launch has just succeeded, this exception is the only way for its thread to learn of the failure.
@@ -46,7 +46,7 @@ bool DeviceWatch::ends(const Launch& launch) {
   return true;
 }
 
-void DeviceWatch::add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure) {
+void DeviceWatch::add_captured(const CallPtr& call, std::shared_ptr<Failure> failure) {
   const std::lock_guard<std::mutex> lock(mutex_);
   start();
   captured_.push_back({call, std::move(failure)});
@@ -57,7 +57,7 @@ void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
   for (Captured& each : captured) {
     const auto call = each.call.lock();
     if (!call) continue;
-    const std::string error = call->look_at_replays();
+    const std::string error(call->look_at_replays());
     if (error.empty()) {
       left.push_back(std::move(each));
     } else {
