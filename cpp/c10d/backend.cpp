@@ -5,7 +5,6 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
@@ -20,15 +19,14 @@
 namespace sagellm {
 
 SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, Built built,
-                         c10::intrusive_ptr<c10d::Store> store, Others others)
+                         c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> delegate,
+                         std::string delegate_reason)
     : Backend(rank, size),
       options_(std::move(options)),
       store_(std::move(store)),
       group_(std::move(built.group)),
       description_(std::string(built.description)),
-      delegate_reason_(std::move(others.delegate_reason)),
-      spans_hosts_(others.spans_hosts),
-      delegate_(std::move(others.delegate)) {
+      delegate_(facts(), std::move(delegate), std::move(delegate_reason)) {
   init();
 }
 
@@ -50,26 +48,10 @@ SageBackend::~SageBackend() {
   }
 }
 
-void SageBackend::refuse_forked() const {
-  if (!events_->inherited()) return;
-  raise(ErrorKind::kInvalid,
-        "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method");
-}
-
-c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
-  refuse_forked();
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  if (!delegate_) {
-    raise(ErrorKind::kAborted, c10::str("sagellm: the group is served by ", delegate_name(), " (", delegate_reason_,
-                                        "), which it released when it was shut down"));
-  }
-  return delegate_;
-}
-
 void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
   if (timeout.count() < 0)
     value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));
-  if (delegated()) delegate()->setTimeout(timeout);
+  if (delegate_.serves()) delegate_.backend()->setTimeout(timeout);
   options_->timeout = timeout;
   group_->set_timeout(static_cast<uint64_t>(timeout.count()));
 }
@@ -78,36 +60,27 @@ void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
 void SageBackend::addEphemeralTimeout(const std::chrono::milliseconds& more) {
   if (more.count() < 0)
     value_error("add_ephemeral_timeout", c10::str("timeout is ", more.count(), " ms, expected 0 or more"));
-  refuse_forked();
+  refuse_forked(*events_);
   group_->add_ephemeral_timeout(static_cast<uint64_t>(more.count()));
 }
 #endif
 
 uint64_t SageBackend::getSequenceNumberForGroup() {
-  if (delegated()) return delegate()->getSequenceNumberForGroup();
+  if (delegate_.serves()) return delegate_.backend()->getSequenceNumberForGroup();
   return group_->state().sequence;
 }
 
 std::string SageBackend::fault() const {
-  const std::string fault(group_->state().fault);
-  return fault.empty() ? fault : fault.substr(1);  // without the letter of its kind
+  return text_of(std::string(group_->state().fault));
 }
 
 c10d::ErrorType SageBackend::getError() {
-  if (delegated()) return delegate()->getError();
+  if (delegate_.serves()) return delegate_.backend()->getError();
   const auto kind = kind_of(std::string(group_->state().fault));
   if (!kind) return c10d::ErrorType::SUCCESS;
   if (kind == ErrorKind::kTimeout) return c10d::ErrorType::TIMEOUT;
   if (kind == ErrorKind::kRankFailed) return c10d::ErrorType::REMOTE_ERROR;
   return c10d::ErrorType::COMM_ERROR;
-}
-
-void SageBackend::leave_to_parent() {
-  // Leaked: a forked child has none of the threads that serve these objects, and their destructors would wait for them.
-  // No lock is taken, because a thread of the parent may have held it at the fork.
-  new auto(std::move(delegate_));
-  new auto(dropped_messages_);
-  side_calls_.leak();
 }
 
 at::Tensor SageBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -117,22 +90,18 @@ at::Tensor SageBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 void SageBackend::shutdown() {
-  if (::getpid() != process_) return leave_to_parent();
+  if (events_->inherited()) {
+    delegate_.leave_to_parent();
+    sparse_.leave_to_parent();
+    return;
+  }
   const std::vector<Vendors::Library> vendors = vendors_.take();
   std::exception_ptr interrupted = failure_of([&] { close_all(vendors, options_->timeout); });
   group_->shutdown();
   // If a signal handler raised meanwhile, `shutdown` of the core has returned early.
   if (const auto raised = take_interrupt()) interrupted = raised;
   splits_.clear();
-  c10::intrusive_ptr<c10d::Backend> delegate;
-  {
-    std::lock_guard<std::mutex> lock(delegate_mutex_);
-    delegate.swap(delegate_);
-  }
-  dropped_messages_->end();
-  // Released now, because a gloo group that still exists when the process exits sometimes fails there.
-  if (delegate) delegate->shutdown();
-  delegate.reset();
+  delegate_.shutdown();
   DeferredRelease::instance().release();
   if (interrupted) std::rethrow_exception(interrupted);
 }
@@ -142,26 +111,23 @@ void SageBackend::abort() {
 }
 
 void SageBackend::abort_for(const std::string& reason) {
-  if (::getpid() != process_) return;
+  if (events_->inherited()) return;
   events_->call_abort_hooks();
   group_->abort(reason);
   for (const auto& each : vendors_.opened()) each->abort();
-  dropped_messages_->end();
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  if (delegate_) delegate_->abort();
+  delegate_.abort();
 }
 
 bool SageBackend::supportsCoalescing() const {
   const auto accelerator = at::getAccelerator(false);
   if (accelerator.has_value() && vendors_.find(*accelerator)) return true;
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  return delegate_ && delegate_->supportsCoalescing();
+  return delegate_.supports_coalescing();
 }
 
 #ifdef SAGELLM_HAS_TIME_ESTIMATION
 bool SageBackend::supportsTimeEstimation() const {
   const auto accelerator = at::getAccelerator(false);
-  return !delegated() && !(accelerator.has_value() && vendors_.find(*accelerator));
+  return !delegate_.serves() && !(accelerator.has_value() && vendors_.find(*accelerator));
 }
 
 void SageBackend::startTimeEstimate() {
@@ -215,20 +181,20 @@ SageBackend::WorkPtr SageBackend::endCoalescing() {
 }
 
 void SageBackend::enableCollectivesTiming() {
-  if (delegated()) return delegate()->enableCollectivesTiming();
+  if (delegate_.serves()) return delegate_.backend()->enableCollectivesTiming();
   events_->enable_timing();
 }
 
 void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
-  if (delegated()) return delegate()->registerOnCompletionHook(std::move(hook));
+  if (delegate_.serves()) return delegate_.backend()->registerOnCompletionHook(std::move(hook));
   // The base class's copy only answers `hasHooks()`, which destroy_process_group calls before it waits for the hooks.
   onCompletionHook_ = hook;
   events_->set_work_hook(std::move(hook));
 }
 
 void SageBackend::waitForPendingWorks() {
-  if (::getpid() != process_) return;  // a forked child in destroy_process_group: the parent owns the works
-  if (delegated()) return delegate()->waitForPendingWorks();
+  if (events_->inherited()) return;  // a forked child in destroy_process_group: the parent owns the works
+  if (delegate_.serves()) return delegate_.backend()->waitForPendingWorks();
   // Every operation has a deadline, so this wait ends.
   while (!events_->wait_told(std::chrono::milliseconds(100))) {
     if (check_interrupt()) std::rethrow_exception(take_interrupt());
@@ -247,8 +213,8 @@ void SageBackend::unregisterAbortHook(int64_t id) {
 
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
 void SageBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
-  if (delegated())
-    value_error("register_completion_hook", c10::str("the group is served by ", delegate_name(),
+  if (delegate_.serves())
+    value_error("register_completion_hook", c10::str("the group is served by ", delegate_.name(),
                                                      ", which does not report when its works complete"));
   events_->completion_hooks.add(id, std::move(hook));
 }

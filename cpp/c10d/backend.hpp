@@ -1,6 +1,6 @@
 // The c10d backend. Each override describes its call; dispatch.cpp decides what carries it. For an engine, `lower`
-// checks the call and makes plain requests of it (several for a list of several types). A delegate is called with the
-// caller's own tensors or, if they are on a device, with copies in host memory.
+// checks the call and makes plain requests of it (several for a list of several types). The other ways to carry a call
+// are fields of the backend: a delegate, sparse all-reduces, vendors' libraries, copies in host memory.
 //
 // If c10d has an old and a new name for a virtual function, the old one is overridden: every supported torch has it,
 // and the new function, if torch has it, forwards to it. The lines below name the virtual functions of c10d::Backend
@@ -22,27 +22,24 @@
 // refused: getMemoryStats: there is no memory pool to report on
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <functional>
-#include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "c10d/delegate.hpp"
 #include "c10d/estimate.hpp"
+#include "c10d/group_facts.hpp"
 #include "c10d/options.hpp"
 #include "c10d/region.hpp"
-#include "c10d/side_calls.hpp"
+#include "c10d/sparse.hpp"
 #include "c10d/splits.hpp"
+#include "c10d/staging.hpp"
 #include "c10d/vendors.hpp"
 #include "compat.hpp"
-#include "device/streams.hpp"
 #include "host/errors.hpp"
 #include "lower/call.hpp"
-#include "work/delegated.hpp"
 #include "work/work.hpp"
 
 namespace sagellm {
@@ -55,23 +52,15 @@ class SageBackend final : public c10d::Backend {
 
   using Options = BackendOptions;
 
-  // What is decided before this group is built.
-  struct Others {
-    // The delegate, which carries all calls of a group with a `delegate_reason`; null in other groups.
-    c10::intrusive_ptr<c10d::Backend> delegate;
-    std::string delegate_reason;
-    bool spans_hosts = false;
-  };
-
-  // Made by `Rendezvous::build`.
+  // Made by `Rendezvous::build`. `delegate` carries all calls of a group with a `delegate_reason`, and is null in other
+  // groups.
   SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, Built built,
-              c10::intrusive_ptr<c10d::Store> store, Others others);
+              c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> delegate,
+              std::string delegate_reason);
   ~SageBackend() override;
 
   // Why a delegate serves the group, or empty.
-  const std::string& delegate_reason() const { return delegate_reason_; }
-  // True if the ranks live on several hosts, with shared memory inside each.
-  bool spans_hosts() const { return spans_hosts_; }
+  const std::string& delegate_reason() const { return delegate_.reason(); }
   // Which engine serves the group and why, in one line.
   std::string describe() const { return options_->as_gloo ? description_ + ", asked for as gloo" : description_; }
   // The group's store, for keys besides those of the rendezvous.
@@ -107,12 +96,12 @@ class SageBackend final : public c10d::Backend {
   // The error with which the whole group failed, or "".
   std::string fault() const;
   // True if the group failed, or if a call of its delegate did, after which the delegate's group may be broken.
-  bool has_failed() const { return barrier_failed_.load(std::memory_order_relaxed) || group_->state().failed; }
+  bool has_failed() const { return delegate_.barrier_failed() || group_->state().failed; }
   void shutdown() override;
   void abort() override;
 
   // torch passes the index of the device for the tensor. The CPU has no index, so a negative one means the CPU.
-  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0 && delegate_reason_.empty(); }
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0 && !delegate_.serves(); }
   // A tensor on the CPU is in memory that peers can reach; a tensor on another device is allocated by torch.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
@@ -157,7 +146,7 @@ class SageBackend final : public c10d::Backend {
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   bool supportsAbortHooks() const override { return true; }
   // False for a delegate: its works are not ours, so nothing would call our hooks at their end.
-  bool supportsCompletionHooks() const override { return !delegated(); }
+  bool supportsCompletionHooks() const override { return !delegate_.serves(); }
   void registerCompletionHook(int64_t id, CompletionHook hook) override;
   void unregisterCompletionHook(int64_t id) override;
 #endif
@@ -240,27 +229,13 @@ class SageBackend final : public c10d::Backend {
   WorkPtr estimated(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
   WorkPtr through_host(const CallDesc& call, c10::Device device);
-  // The delegate carries the call; this function also records the call in the statistics and watches it.
-  WorkPtr by_delegate(const CallDesc& call, bool host_staged = false);
 
   // Passes the requests of a call to the core. An asynchronous call keeps its inputs alive until it has ended.
   WorkPtr submit(Plans& plans, const CallDesc& call);
   WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);
-  void issue(SageWork& work, Plans& plans, Tensors keep);
   // Runs an internal call to its end. The statistics do not count it, and it calls no hooks.
   void run_own(const CallDesc& call, CallDesc::Delegate delegate);
-  // Issues an operation that is a part of a call. Only its Work reports its end; no hooks are called.
-  c10::intrusive_ptr<SageWork> issue_part(Plan& plan, c10d::OpType type, Tensors keep) const;
-  WorkPtr through_host_by_delegate(const CallDesc& call, c10::Device device);
-  // Waits until the work that is now on the caller's stream has run. Rejects a stream that is being captured.
-  void wait_for_stream(const char* op, c10::Device device);
-  // Logs the group's first call through host memory, as a warning if it is the first one of the process.
-  void tell_of_staging(c10::Device device);
-
-  // A barrier that also waits for the works in `earlier`.
-  WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
-  WorkPtr allreduce_coo(const CallDesc& call);
 
   // Makes a barrier also wait for this rank's collectives on devices. torch does not say which device a barrier is for,
   // unless the caller passes the device's number.
@@ -268,10 +243,6 @@ class SageBackend final : public c10d::Backend {
   // True if a hook must learn when works end. Then synchronous calls also have a Work.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
-  // Name of the backend that serves the group if the engine cannot, for error texts.
-  std::string delegate_name() const { return options_->delegate.empty() ? "gloo" : options_->delegate; }
-  // True if a delegate carries tensors in the CPU's memory.
-  bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()); }
   bool is_root(const CallDesc& call) const { return call.root == getRank(); }
   Carrier own_engine(c10::Device device) const {
     return {getRank(), getSize(), device, false, false, options_->as_gloo};
@@ -280,8 +251,8 @@ class SageBackend final : public c10d::Backend {
   void broadcast_id(at::Tensor& bytes);
   // The same from one rank to another. Both ranks call this.
   void pass_id(at::Tensor& bytes, int from, int to);
-  c10::intrusive_ptr<c10d::Backend> delegate() const;
 
+  GroupFacts facts() const { return {*group_, *options_, events_, getRank(), getSize()}; }
   // What `VendorDevices` needs from this group.
   DeviceOwner device_owner();
   void abort_for(const std::string& reason);
@@ -295,47 +266,23 @@ class SageBackend final : public c10d::Backend {
   c10::intrusive_ptr<SageBackend> part(const std::string& prefix, const std::vector<int>& ranks,
                                        const c10::intrusive_ptr<c10d::Backend::Options>& given,
                                        const std::string& name);
+
   const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const rust::Box<RustGroup> group_;
   const std::string description_;
-  const std::string delegate_reason_;
-  const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
-  // The streams for copies through host memory.
-  DeviceStreams staging_streams_;
-  std::atomic<bool> told_of_staging_{false};
+  Delegate delegate_;
+  SparseCalls sparse_{facts()};
   Region region_;
   TimeEstimate estimate_;
   Vendors vendors_{options_, [this] { return device_owner(); }};
+  Staging staging_{*options_, vendors_};
 
   // The device to which the parent group is bound: torch binds no device to a backend that `split` made.
   std::optional<c10::Device> parents_device_;
   // Cleared by `shutdown`.
   Splits splits_;
-
-  // Throws in a forked child. Call it before taking a lock, because a thread of the parent may have held the lock at
-  // the fork. Calls that the core carries do not need it, because the core rejects them itself.
-  void refuse_forked() const;
-  // In a forked child: leaks everything that belongs to the parent.
-  void leave_to_parent();
-
-  // The process that made this group. A forked child recognizes by it that the group is its parent's.
-  const pid_t process_ = ::getpid();
-
-  mutable std::mutex delegate_mutex_;
-  c10::intrusive_ptr<c10d::Backend> delegate_;
-  const std::shared_ptr<DroppedMessages> dropped_messages_ = std::make_shared<DroppedMessages>();
-  SideCalls side_calls_;
-  friend struct SparseJob;
-  // A monitored barrier of the delegate has failed. The core sees the delegate's other calls, but no monitored barrier.
-  // Written and read by any thread (relaxed: it orders no other memory access).
-  std::atomic<bool> barrier_failed_{false};
-  // Number of sparse all-reduces that this rank has issued; gives the messages of each a separate tag.
-  std::atomic<uint32_t> sparse_count_{0};
 };
-
-// The record for the statistics of a call that the core does not carry.
-ExternalOp external_op(const CallDesc& call, bool host_staged);
 
 }  // namespace sagellm

@@ -191,22 +191,9 @@ SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
 
 void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   const InCall in_call;
-  if (delegated()) {
-    const auto other = delegate();
-    try {
-      return other->monitoredBarrier(opts, wait_all_ranks);
-    } catch (const std::exception&) {
-      // gloo closes its connections when one of its waits times out.
-      barrier_failed_.store(true, std::memory_order_relaxed);
-      throw;
-    }
-  }
+  if (delegate_.serves()) return delegate_.monitored_barrier(opts, wait_all_ranks);
   CallbackPool::about_to_block();
-  try {
-    group_->monitored_barrier(opts.timeout.count(), wait_all_ranks);
-  } catch (const rust::Error& error) {
-    raise_coded(error.what());
-  }
+  checked([&] { group_->monitored_barrier(opts.timeout.count(), wait_all_ranks); });
 }
 
 SageBackend::WorkPtr SageBackend::send(Tensors& tensors, int destination, int tag) {

@@ -1,52 +1,16 @@
 // Decides what carries a call: the CPU's engine, the library of the device's vendor, the CPU's engine with copies in
 // host memory, or the delegate. No other file decides this. `lower` makes the same requests for each engine; a delegate
 // gets the tensors themselves or, if they are on a device, copies in host memory.
-#include <algorithm>
 #include <utility>
 
 #include "c10d/backend.hpp"
 #include "device/vendor.hpp"
 #include "host/errors.hpp"
-#include "host/sites.hpp"
 #include "lower/checks.hpp"
 #include "work/callbacks.hpp"
-#include "work/delegated.hpp"
 #include "work/steps.hpp"
 
 namespace sagellm {
-
-namespace {
-
-size_t bytes_of(const Operand& operand) {
-  size_t bytes = 0;
-  // Undefined and sparse tensors have no byte count; the delegate checks them.
-  operand.for_each(
-      [&](const at::Tensor& tensor) { bytes += tensor.defined() && !tensor.is_sparse() ? tensor.nbytes() : 0; });
-  return bytes;
-}
-
-}  // namespace
-
-ExternalOp external_op(const CallDesc& call, bool host_staged) {
-  ExternalOp told{};
-  told.kind = call.kind;
-  told.root = static_cast<uint32_t>(call.root);
-  told.tag = static_cast<uint32_t>(call.tag);
-  const size_t outputs = bytes_of(call.outputs);
-  // A collective with one argument is recorded as reading and writing it, on every rank.
-  told.read = !call.has_one_argument() ? bytes_of(call.inputs) : call.kind == Kind::kRecv ? 0 : outputs;
-  told.written = call.kind == Kind::kSend ? 0 : outputs;
-  const auto like = call.traced();
-  told.tensors = call.coalesced ? static_cast<uint32_t>(like.size()) : 1;
-  told.element = kNoType;
-  for (const auto& tensors : {call.outputs.first(), like}) {
-    if (!tensors.empty() && tensors[0].defined()) told.element = static_cast<uint8_t>(tensors[0].scalar_type());
-  }
-  told.site = call_site();
-  told.host_staged = host_staged;
-  told.timeout_ms = call.timeout.count();
-  return told;
-}
 
 SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate delegate) {
   const InCall in_call;
@@ -70,45 +34,35 @@ SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
   const bool apart = call.coalesced && !(options_->as_gloo && call.kind == Kind::kAllReduce && !call.on_device());
   if (apart) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;
-  if (barrier && !delegated()) {
-    refuse_forked();
-    if (auto earlier = side_calls_.collectives(); !earlier.empty()) return barrier_behind(std::move(earlier), call);
+  if (barrier && !delegate_.serves()) {
+    refuse_forked(*events_);
+    if (auto earlier = sparse_.under_way(); !earlier.empty()) return sparse_.barrier_behind(std::move(earlier), call);
   }
   if (C10_LIKELY(!call.device && !call.on_device())) return on_cpu(call);
   const c10::Device device = barrier ? *call.device : check::device_of(call);
   // The delegate carries the barrier of a delegated group.
-  const auto vendor = barrier && delegated() ? nullptr : vendors_.find(device.type());
+  const auto vendor = barrier && delegate_.serves() ? nullptr : vendors_.find(device.type());
   return vendor ? by_vendor(call, device, *vendor) : through_host(call, device);
 }
 
 SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
-  if (delegated()) return by_delegate(call);
-  // A sparse all-reduce consists of messages, so a later barrier waits for its Work (`barrier_behind`).
+  if (delegate_.serves()) return delegate_.carry(call);
   if (C10_UNLIKELY(call.is_sparse_all_reduce())) {
-    WorkPtr work = allreduce_coo(call);
-    if (work) side_calls_.add_collective(work);
-    return work;
+    return sparse_.all_reduce(call, c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this));
   }
   Plans plans = lower(call, own_engine(c10::kCPU));
   return submit(plans, call);
 }
 
-SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_staged) {
-  const auto other = delegate();
-  if (call.is_message()) check::message(call, own_engine(c10::kCPU));
-  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->delegate_op(external_op(call, host_staged)));
-  WorkPtr work;
-  try {
-    work = call.delegate(*other, call);
-  } catch (const std::exception&) {
-    DelegatedWork::not_issued(note, other->getBackendName());
+SageBackend::WorkPtr SageBackend::through_host(const CallDesc& call, c10::Device device) {
+  if (delegate_.serves()) return delegate_.carry_through_host(call, device, staging_);
+  Plans plans = lower(call, own_engine(device));
+  staging_.wait_for_stream(call.op, device);
+  for (Plan& plan : plans) {
+    plan.call.host_staged = true;
+    plan.copies_on = staging_.stream(device);
   }
-  if (!work) {
-    (*note)->ended_unseen();
-    return work;
-  }
-  return c10::make_intrusive<DelegatedWork>(getRank(), call.label.type, std::move(work), note, options_->timeout,
-                                            dropped_messages_);
+  return submit(plans, call);
 }
 
 SageBackend::WorkPtr SageBackend::estimated(const CallDesc& call) {
@@ -159,44 +113,22 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
   if (pending && !pending->copy_error().empty()) raise_coded(pending->copy_error());
 }
 
-void SageBackend::issue(SageWork& work, Plans& plans, Tensors keep) {
-  try {
-    for (Plan& plan : plans) work.add(*group_, plan, std::exchange(keep, {}));
-  } catch (const std::exception&) {
-    // The operations that were issued end by themselves. Their Work is not returned, so `seal` reports the failure to
-    // the hooks.
-    work.seal(coded(ErrorKind::kInvalid, "sagellm: the call could not be issued"));
-    throw;
-  }
-  work.seal();
-}
-
-c10::intrusive_ptr<SageWork> SageBackend::issue_part(Plan& plan, c10d::OpType type, Tensors keep) const {
-  auto work = c10::make_intrusive<SageWork>(getRank(), type, Tensors(), std::make_shared<Events>(), nullptr);
-  work->add(*group_, plan, std::move(keep));
-  work->seal();
-  return work;
-}
-
-SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call) {
-  Plan plan(call.op, call.kind, call.timeout);
-  auto own = issue_part(plan, c10d::OpType::BARRIER, {});
-  const SageWork::Known known{own->getSequencenumber(), call.timeout.count() < 0 ? options_->timeout : call.timeout};
-  auto work = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr, known);
-  return in_background(std::move(work), call.async, [own, earlier = std::move(earlier)] {
-    // Errors are ignored here, because each earlier call's own Work reports its error.
-    for (const WorkPtr& each : earlier) (void)failure_of([&] { each->wait(kNoTimeout); });
-    own->wait(kNoTimeout);
-  });
-}
-
 SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& call, bool async) {
   DeferredRelease::instance().release();
   const TensorView inputs = call.traced();
   auto work = c10::make_intrusive<SageWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                             Trace::start(call.label.title, inputs));
   // The Work keeps the outputs. If they are the inputs, too, they need not be kept twice.
-  issue(*work, plans, call.has_one_argument() ? Tensors() : inputs.vec());
+  Tensors keep = call.has_one_argument() ? Tensors() : inputs.vec();
+  try {
+    for (Plan& plan : plans) work->add(*group_, plan, std::exchange(keep, {}));
+  } catch (const std::exception&) {
+    // The operations that were issued end by themselves. Their Work is not returned, so `seal` reports the failure to
+    // the hooks.
+    work->seal(coded(ErrorKind::kInvalid, "sagellm: the call could not be issued"));
+    throw;
+  }
+  work->seal();
   // Returned for a synchronous call, too, because hooks identify the call by its Work.
   if (!async) work->wait(kNoTimeout);
   return work;

@@ -8,13 +8,10 @@
 namespace sagellm {
 
 void Region::start() {
-  if (open_.load(std::memory_order_relaxed)) {
-    value_error("start_coalescing", "a region of this group is open already; end it first");
-  }
+  if (!owner_.begin()) value_error("start_coalescing", "a region of this group is open already; end it first");
   content_ = Content();
-  refused_ = nullptr;
-  thread_ = std::this_thread::get_id();
-  open_.store(true, std::memory_order_relaxed);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  refused_ = {};
 }
 
 void Region::add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Tensors outputs, c10::Device device) {
@@ -31,22 +28,32 @@ void Region::add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Te
 
 Region::Content Region::end() {
   if (!open()) {
-    const bool own = thread_ == std::this_thread::get_id();
-    if (own && refused_) std::rethrow_exception(std::exchange(refused_, nullptr));
+    if (const auto why = take_refused()) std::rethrow_exception(why);
     value_error("end_coalescing", "this thread has no open region of this group; start one first");
   }
-  open_.store(false, std::memory_order_relaxed);
-  return std::exchange(content_, Content());
+  Content content = std::exchange(content_, Content());
+  owner_.end();
+  return content;
 }
 
 void Region::refuse(std::exception_ptr why) {
-  refused_ = std::move(why);
   content_ = Content();
-  open_.store(false, std::memory_order_relaxed);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    refused_ = {std::this_thread::get_id(), std::move(why)};
+  }
+  owner_.end();
 }
 
 void Region::drop() {
-  if (thread_ == std::this_thread::get_id()) refuse(nullptr);
+  if (open()) return refuse(nullptr);
+  (void)take_refused();
+}
+
+std::exception_ptr Region::take_refused() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool own = refused_.thread == std::this_thread::get_id();
+  return own ? std::exchange(refused_, {}).why : nullptr;
 }
 
 }  // namespace sagellm

@@ -5,13 +5,13 @@
 // and a region that stays open would collect later calls and never run them.
 #pragma once
 
-#include <atomic>
 #include <exception>
 #include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
 
+#include "c10d/owner_thread.hpp"
 #include "device/vendor.hpp"
 #include "lower/plan.hpp"
 #include "work/joined.hpp"
@@ -36,9 +36,7 @@ class Region {
   // Opens a region. Only one may be open at a time, and the thread that opens it must end it.
   void start();
   // True on the thread of the open region. Costs one relaxed load if no region is open.
-  bool open() const {
-    return C10_UNLIKELY(open_.load(std::memory_order_relaxed)) && thread_ == std::this_thread::get_id();
-  }
+  bool open() const { return owner_.is_here(); }
   void add(WorkPtr work) { content_.works.push_back(std::move(work)); }
   // Adds calls on a device. All calls of a region must be on the same device.
   void add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Tensors outputs, c10::Device device);
@@ -52,12 +50,21 @@ class Region {
   void drop();
 
  private:
-  // These fields are written only by the thread of the region. `open_` and `thread_` are read by all threads.
-  std::atomic<bool> open_{false};
-  std::thread::id thread_;
+  // The last thread whose region was closed before its end, and the error that closed it, or null.
+  struct Refused {
+    std::thread::id thread;
+    std::exception_ptr why;
+  };
+  // Returns the error that closed this thread's region, and forgets it. Null if there is none.
+  std::exception_ptr take_refused();
+
+  // The thread of the open region.
+  OwnerThread owner_;
+  // Used only by that thread.
   Content content_;
-  // The error that closed the region before its end, or null.
-  std::exception_ptr refused_;
+  // Guards `refused_`, which is used by threads without an open region, too.
+  std::mutex mutex_;
+  Refused refused_;
 };
 
 }  // namespace sagellm

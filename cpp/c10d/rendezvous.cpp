@@ -92,7 +92,6 @@ void Rendezvous::connect(const std::string& address, const std::string& paths) {
 }
 
 c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {
-  const bool spans_hosts = decided_.spans_hosts;
   const bool delegated = !decided_.delegate_reason.empty();
   if (built_) value_error("build", "this group was built already");
   if (delegated != static_cast<bool>(delegate)) {
@@ -102,8 +101,8 @@ c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {
   built_ = true;
   try {
     Built built = RustGroup::build(std::move(decided_.rendezvous));
-    SageBackend::Others others{std::move(delegate), delegate_reason(), spans_hosts};
-    return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(built), store_, std::move(others));
+    return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(built), store_, std::move(delegate),
+                                            delegate_reason());
   } catch (const rust::Error& error) {
     if (delegate) delegate->shutdown();
     raise_coded(error.what());

@@ -1,15 +1,10 @@
-// The all-reduce of sparse COO tensors. Every rank learns how many numbers each rank has, receives all numbers, and
-// adds them in rank order, so all ranks compute the same bits.
-//
-// The counts are sent by an all-gather of the group, issued in order with all other calls, so the core detects a rank
-// that makes a different call. How much data follows is known only after the all-gather. A job on a callback thread
-// sends the data as messages between pairs of ranks, because issuing must not wait for a peer.
+#include "c10d/sparse.hpp"
+
 #include <ATen/ATen.h>
 
-#include <array>
+#include <algorithm>
 #include <utility>
 
-#include "c10d/backend.hpp"
 #include "host/errors.hpp"
 #include "lower/checks.hpp"
 #include "work/callbacks.hpp"
@@ -93,18 +88,20 @@ at::Tensor add_up(const std::vector<at::Tensor>& indices, const std::vector<at::
 
 }  // namespace
 
-// The job of one call, owned by the callback thread that runs it.
-struct SparseJob {
-  c10::intrusive_ptr<SageBackend> backend;
+// One call, run by a callback thread.
+struct SparseCalls::Job {
+  // Keeps `calls` alive.
+  c10::intrusive_ptr<c10d::Backend> backend;
+  const SparseCalls* calls = nullptr;
   c10::intrusive_ptr<SageWork> exchange;
   at::Tensor headers;
   at::Tensor tensor;
   // Indices and values of this rank.
   at::Tensor indices;
   at::Tensor values;
-  bool average;
-  uint32_t tag;
-  std::chrono::milliseconds timeout;
+  bool average = false;
+  uint32_t tag = 0;
+  std::chrono::milliseconds timeout = kNoTimeout;
 
   c10::intrusive_ptr<SageWork> message(Kind kind, int peer, const at::Tensor& memory) const {
     const bool sends = kind == Kind::kSend;
@@ -113,19 +110,19 @@ struct SparseJob {
     plan.call.tag = tag;
     plan.uncounted();
     plan.add(memory, sends ? Role::kRead : Role::kWrite);
-    return backend->issue_part(plan, sends ? OpType::SEND : OpType::RECV, {memory});
+    return calls->issue_part(plan, sends ? OpType::SEND : OpType::RECV, {memory});
   }
 
   void run() const {
     const at::NoGradGuard no_grad;
     exchange->wait(kNoTimeout);
-    const auto ranks = static_cast<size_t>(backend->getSize());
-    check_headers(headers, backend->getSize());
+    const int ranks = calls->group_.size;
+    check_headers(headers, ranks);
     std::vector<c10::intrusive_ptr<SageWork>> messages;
-    std::vector<at::Tensor> all_indices(ranks, indices);
-    std::vector<at::Tensor> all_values(ranks, values);
-    for (int rank = 0; rank < backend->getSize(); ++rank) {
-      if (rank == backend->getRank()) continue;
+    std::vector<at::Tensor> all_indices(static_cast<size_t>(ranks), indices);
+    std::vector<at::Tensor> all_values(static_cast<size_t>(ranks), values);
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == calls->group_.rank) continue;
       const auto place = static_cast<size_t>(rank);
       const int64_t stored = headers.const_data_ptr<int64_t>()[place * kHeader + kStored];
       auto sizes = values.sizes().vec();
@@ -142,15 +139,15 @@ struct SparseJob {
   }
 };
 
-SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
+SparseCalls::WorkPtr SparseCalls::all_reduce(const CallDesc& call, c10::intrusive_ptr<c10d::Backend> backend) {
   const at::Tensor tensor = call.outputs.list()[0];
   check_sparse(tensor, *call.reduce_op);
   DeferredRelease::instance().release();
   const at::NoGradGuard no_grad;
   const at::Tensor coalesced = tensor.coalesce();
   const at::Tensor header = header_of(coalesced);
-  auto job = std::make_shared<SparseJob>();
-  job->headers = at::empty({getSize() * static_cast<int64_t>(kHeader)}, at::kLong);
+  auto job = std::make_shared<Job>();
+  job->headers = at::empty({group_.size * static_cast<int64_t>(kHeader)}, at::kLong);
   job->tensor = tensor;
   job->indices = coalesced._indices().contiguous();
   job->values = coalesced._values().contiguous();
@@ -164,18 +161,18 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   plan.uncounted();
   ExternalOp told = external_op(call, false);
   told.read = told.written = job->indices.nbytes() + job->values.nbytes();
-  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->composed_op(told));
+  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_.core.composed_op(told));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
   job->exchange = issue_part(plan, OpType::_ALLREDUCE_SPARSE, {header, job->headers});
   // All ranks issue the collectives of a group in the same order, so they choose the same tag.
-  job->tag = kSparseTags | (sparse_count_++ & ~kSparseTags);
-  job->backend = c10::intrusive_ptr<SageBackend>::reclaim_copy(this);
+  job->tag = kSparseTags | (count_++ & ~kSparseTags);
+  job->backend = std::move(backend);
+  job->calls = this;
 
-  const auto timeout = call.timeout.count() < 0 ? options_->timeout : call.timeout;
-  const SageWork::Known known{job->exchange->getSequencenumber(), timeout};
-  auto work = c10::make_intrusive<SageWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
+  const SageWork::Known known{job->exchange->getSequencenumber(), group_.timeout_of(call)};
+  auto made = c10::make_intrusive<SageWork>(group_.rank, OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, group_.events,
                                             std::move(trace), known);
-  return in_background(std::move(work), call.async, [job, note] {
+  WorkPtr work = in_background(std::move(made), call.async, [job, note] {
     const std::exception_ptr failure = failure_of([&] { job->run(); });
     if (failure) {
       (void)(*note)->failed({});
@@ -183,6 +180,42 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
     }
     (*note)->ended();
   });
+  if (work) {
+    (void)under_way();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    works_.push_back(work);
+  }
+  return work;
+}
+
+std::vector<SparseCalls::WorkPtr> SparseCalls::under_way() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  works_.erase(std::remove_if(works_.begin(), works_.end(), [](const WorkPtr& work) { return work->isCompleted(); }),
+               works_.end());
+  return works_;
+}
+
+SparseCalls::WorkPtr SparseCalls::barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call) {
+  Plan plan(call.op, call.kind, call.timeout);
+  auto own = issue_part(plan, OpType::BARRIER, {});
+  const SageWork::Known known{own->getSequencenumber(), group_.timeout_of(call)};
+  auto work = c10::make_intrusive<SageWork>(group_.rank, OpType::BARRIER, Tensors(), group_.events, nullptr, known);
+  return in_background(std::move(work), call.async, [own, earlier = std::move(earlier)] {
+    wait_quietly(earlier);
+    own->wait(kNoTimeout);
+  });
+}
+
+c10::intrusive_ptr<SageWork> SparseCalls::issue_part(Plan& plan, OpType type, Tensors keep) const {
+  auto work = c10::make_intrusive<SageWork>(group_.rank, type, Tensors(), std::make_shared<Events>(), nullptr);
+  work->add(group_.core, plan, std::move(keep));
+  work->seal();
+  return work;
+}
+
+void SparseCalls::leave_to_parent() {
+  // No lock is taken, because a thread of the parent may have held it at the fork.
+  new auto(std::move(works_));
 }
 
 }  // namespace sagellm

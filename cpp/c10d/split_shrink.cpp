@@ -36,8 +36,8 @@ std::vector<uint32_t> unsigned_ranks(const std::vector<int>& ranks) {
 }  // namespace
 
 void SageBackend::run_own(const CallDesc& call, CallDesc::Delegate delegate) {
-  if (delegated()) {
-    if (const WorkPtr work = delegate(*this->delegate(), call)) work->wait();
+  if (delegate_.serves()) {
+    if (const WorkPtr work = delegate(*delegate_.backend(), call)) work->wait();
     return;
   }
   Plans plans = lower(call, {getRank(), getSize(), c10::kCPU});

@@ -112,7 +112,7 @@ void Failure::tell(const std::string& error, const Threads& threads) {
     bool is = false;
   };
   const auto done = std::make_shared<Done>();
-  const auto raise = [group = events_->key(), threads, knows, done, text = error.substr(1)] {
+  const auto raise = [group = events_->key(), threads, knows, done, text = text_of(error)] {
     try {
       Alarm::instance().raise(group, threads, text, knows);
     } catch (const std::exception& problem) {
@@ -131,9 +131,8 @@ void Failure::exit(const std::string& error) const {
   // The core has already written its dump. The abort hooks of torch write theirs on callback threads, so wait for
   // these.
   CallbackPool::instance().settle(kLastWords);
-  const std::string text = error.empty() ? error : error.substr(1);
   std::fprintf(stderr, "%s\nsagellm: this process ends with code %d, as on_device_failure=\"exit\" asks\n",
-               text.c_str(), kExitCode);
+               text_of(error).c_str(), kExitCode);
   ::_exit(kExitCode);
 }
 

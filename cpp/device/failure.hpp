@@ -14,6 +14,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "host/alarm.hpp"
@@ -37,9 +38,28 @@ class Failure final : public std::enable_shared_from_this<Failure> {
 
   Failure(OnFailure then, std::shared_ptr<Events> events) : then_(then), events_(std::move(events)) {}
 
-  // Counts a call of this thread as under way, until `ended` is called with the returned thread id.
-  pid_t issued();
-  void ended(pid_t thread);
+  // Counts a call of the thread that makes it as under way, once, until `end` or its destruction.
+  class UnderWay {
+   public:
+    // Counts nothing.
+    UnderWay() = default;
+    explicit UnderWay(std::shared_ptr<Failure> failure) : failure_(std::move(failure)), thread_(failure_->issued()) {}
+    UnderWay(UnderWay&& other) noexcept : failure_(std::move(other.failure_)), thread_(other.thread_) {}
+    UnderWay& operator=(UnderWay&& other) noexcept {
+      std::swap(failure_, other.failure_);
+      std::swap(thread_, other.thread_);
+      return *this;
+    }
+    ~UnderWay() { end(); }
+    // Call it on one thread at a time.
+    void end() {
+      if (const auto failure = std::exchange(failure_, nullptr)) failure->ended(thread_);
+    }
+
+   private:
+    std::shared_ptr<Failure> failure_;
+    pid_t thread_ = 0;
+  };
   // Notes that this thread captures a call into a graph, which may be replayed at any time.
   void captured();
   // Number of calls under way. A counter alone: it orders no other memory access.
@@ -58,6 +78,8 @@ class Failure final : public std::enable_shared_from_this<Failure> {
   void deliberate(const std::string& error);
 
  private:
+  pid_t issued();
+  void ended(pid_t thread);
   // Raises the error in each of these threads. Returns when it is pending in all of them, or after a second, because a
   // thread may hold the GIL for long.
   void tell(const std::string& error, const Threads& threads);

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "host/errors.hpp"
+#include "lower/combined.hpp"
 #include "lower/types.hpp"
 
 namespace sagellm {
@@ -92,26 +93,6 @@ at::Tensor scaled(const at::Tensor& tensor, const at::Tensor& factor, double num
     if (factor.defined()) return numbers * (whole ? factor.to(numbers.scalar_type()) : factor);
     return whole ? numbers * static_cast<int64_t>(number) : numbers * number;
   });
-}
-
-at::Tensor combined(const at::Tensor& left, const at::Tensor& right, c10d::ReduceOp::RedOpType op) {
-  using Op = c10d::ReduceOp;
-  switch (op) {
-    case Op::PRODUCT:
-      return left * right;
-    case Op::MIN:
-      return at::minimum(left, right);
-    case Op::MAX:
-      return at::maximum(left, right);
-    case Op::BAND:
-      return at::bitwise_and(left, right);
-    case Op::BOR:
-      return at::bitwise_or(left, right);
-    case Op::BXOR:
-      return at::bitwise_xor(left, right);
-    default:
-      return left + right;
-  }
 }
 
 // Combines the equal blocks of all ranks, which are adjacent in `all`, in the order of the ranks. Floats of two bytes

@@ -5,8 +5,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/util/SmallVector.h>
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -126,7 +124,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   made.failure = failure_;
   DeviceBegun begun = checked([&] { return devices_->begin_barrier(stream.device_index()); });
   made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
-  made.call = std::make_shared<DeviceCall>(std::move(begun.call));
+  made.call = shared_call(std::move(begun.call));
   auto work = DeviceWork::make(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr, std::move(made));
   if (by_itself) work->watch();
   return work;
@@ -142,8 +140,8 @@ DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep,
 }
 
 std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
-                                               const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers,
-                                               Passage& passage, Tensors& keep, bool asked_only) {
+                                               const CallPtr& call, const c10::Stream& callers, Passage& passage,
+                                               Tensors& keep, bool asked_only) {
   try {
     c10::SmallVector<Preparation, 1> prepared;
     c10::SmallVector<DevicePlaced, 1> placed;
@@ -163,7 +161,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
     // loading may wait until the device is idle. It then also waits for the library's kernel, which waits for other
     // ranks.
     const DeviceWatch::Launching watched(call, failure_);
-    call->launch(placed, raw);
+    checked([&] { call->launch(slice(placed), raw); });
     passage.leave();
     for (size_t i = 0; i < calls.size(); ++i) {
       prepared[i].store();
@@ -198,29 +196,22 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
     const std::lock_guard<std::mutex> lock(captured_mutex_);
     if (captured_.empty()) DeviceWatch::instance().add_captured(call, failure_);
     if (captured_.empty() || call->keeps_memory()) captured_.push_back(call);
-    work->settle();
+    work->settle({});
     return work;
   }
   made.failure = failure_;
-  made.issuer = failure_->issued();
-  const pid_t issuer = made.issuer;
-  try {
-    if (!terms.listened && !made.blocks_host && !trace) {
-      DeviceWatch::instance().add(std::make_shared<DeviceRun>(std::move(made), owner_.events));
-      return nullptr;
-    }
-    auto work = make();
-    work->watch();
-    return work;
-  } catch (const std::exception&) {
-    failure_->ended(issuer);
-    throw;
+  made.under_way = Failure::UnderWay(failure_);
+  if (!terms.listened && !made.blocks_host && !trace) {
+    DeviceWatch::instance().add(std::make_shared<DeviceRun>(std::move(made), owner_.events));
+    return nullptr;
   }
+  auto work = make();
+  work->watch();
+  return work;
 }
 
-DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
-                                           const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers,
-                                           Tensors keep, const Terms& terms) {
+DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun, const CallPtr& call,
+                                           const c10::Stream& callers, Tensors keep, const Terms& terms) {
   // In a capture the call runs on the caller's stream: work on another stream, if that is not joined again, would be
   // missing from the graph.
   const bool on_callers = !terms.async || terms.capturing;
@@ -258,7 +249,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   terms.barrier = calls[0].call.kind == Kind::kBarrier;
   terms.listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
   DeviceBegun begun = begin(calls, keep, device, region, terms.capturing);
-  const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
+  const auto call = shared_call(std::move(begun.call));
   c10::intrusive_ptr<DeviceWork> work;
   try {
     auto trace = Trace::start(label.title, keep);
@@ -266,7 +257,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
     if (!terms.listened) outputs.clear();
     work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms);
   } catch (const std::exception&) {
-    call->failed_here(coded_text(std::current_exception()).substr(1));
+    call->failed_here(text_of(coded_text(std::current_exception())));
     // This thread gets the exception from this call, so the error is not raised in it again.
     owner_.events->told();
     failure_->follow(fault(), failure_->threads(), [call] { call->abort(); }, true);
@@ -307,7 +298,7 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
 
 void VendorDevices::forget_captured() {
   // Destroyed after the lock is released.
-  std::vector<std::shared_ptr<DeviceCall>> captured;
+  std::vector<CallPtr> captured;
   const std::lock_guard<std::mutex> lock(captured_mutex_);
   captured.swap(captured_);
 }
@@ -320,7 +311,7 @@ void VendorDevices::abort() {
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {
   // A forked child inherits neither the works nor the device.
-  if (::getpid() != process_) return;
+  if (owner_.events->inherited()) return;
   const auto until = std::chrono::steady_clock::now() + timeout;
   // A work fails if its communicator ends before the work, so first wait for all works.
   bool drained = false;

@@ -8,8 +8,6 @@
 // call.
 #pragma once
 
-#include <unistd.h>
-
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
@@ -108,8 +106,8 @@ class VendorDevices final {
   // Enqueues the calls, with the steps before and after them, on the stream of `passage`. `callers` is the current
   // stream. Returns the event at their end. If it throws, it has leaked `keep` and `call`.
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
-                                  const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers, Passage& passage,
-                                  Tensors& keep, bool asked_only);
+                                  const CallPtr& call, const c10::Stream& callers, Passage& passage, Tensors& keep,
+                                  bool asked_only);
   // Properties of one launch.
   struct Terms {
     bool async = false;
@@ -122,9 +120,8 @@ class VendorDevices final {
   // Drops the captured calls. Their replays are no longer checked.
   void forget_captured();
   // Launches calls that `begin` has checked, on the caller's stream or the group's. Returns the data for their Work.
-  DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
-                              const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers, Tensors keep,
-                              const Terms& terms);
+  DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun, const CallPtr& call,
+                              const c10::Stream& callers, Tensors keep, const Terms& terms);
   // Makes the Work for `made`, and hands it to the watching thread unless the call was captured. If no other code would
   // see the Work or wait for it, makes none and returns null.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
@@ -136,7 +133,6 @@ class VendorDevices final {
 
   const DeviceOwner owner_;
   const c10::DeviceType type_;
-  const pid_t process_ = ::getpid();
   const DevicesOpened opened_;
   const rust::Box<RustDevices>& devices_ = opened_.devices;
   DeviceStreams streams_{&*devices_};
@@ -145,7 +141,7 @@ class VendorDevices final {
   // Captured calls: the first one, which represents all of them when replays are checked, and every call whose host
   // memory a replay reads. torch does not report when a graph is destroyed, so they are kept as long as the group.
   std::mutex captured_mutex_;
-  std::vector<std::shared_ptr<DeviceCall>> captured_;
+  std::vector<CallPtr> captured_;
   // Handles failures, and counts the calls under way for `drain`. Shared, because a work may outlive this object.
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>(owner_.on_failure, owner_.events);
 };

@@ -6,23 +6,29 @@
 #include <iterator>
 #include <thread>
 
+#include "host/errors.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
 
-void DeviceWatch::add(RunPtr run) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  added_.push_back(std::move(run));
-  start();
+void DeviceWatch::add(const RunPtr& run) {
+  try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start();
+    added_.push_back(run);
+  } catch (const std::exception&) {
+    run->end(coded_text(std::current_exception()), false);
+    throw;
+  }
 }
 
 void DeviceWatch::begin(const Launch& launch) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  launching_.push_back(launch);
   start();
+  launching_.push_back(launch);
 }
 
-void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
+void DeviceWatch::end(const CallPtr& call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto is_it = [&](const Launch& launch) { return launch.call == call; };
   const auto found = std::find_if(launching_.begin(), launching_.end(), is_it);
@@ -30,7 +36,7 @@ void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
 }
 
 bool DeviceWatch::ends(const Launch& launch) {
-  const std::string error = launch.call->look_at_launch();
+  const std::string error(launch.call->look_at_launch());
   if (error.empty()) return false;
   // Usually the launch throws the error when it returns, and then takes back the exception that is raised here. If the
   // launch has just succeeded, this exception is the only way for its thread to learn of the failure.
@@ -40,10 +46,10 @@ bool DeviceWatch::ends(const Launch& launch) {
   return true;
 }
 
-void DeviceWatch::add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure) {
+void DeviceWatch::add_captured(const CallPtr& call, std::shared_ptr<Failure> failure) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  captured_.push_back({call, std::move(failure)});
   start();
+  captured_.push_back({call, std::move(failure)});
 }
 
 void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
@@ -51,7 +57,7 @@ void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
   for (Captured& each : captured) {
     const auto call = each.call.lock();
     if (!call) continue;
-    const std::string error = call->look_at_replays();
+    const std::string error(call->look_at_replays());
     if (error.empty()) {
       left.push_back(std::move(each));
     } else {
@@ -63,15 +69,14 @@ void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
 
 void DeviceWatch::start() {
   if (stopped_) return;
-  if (!running_) {
+  if (C10_UNLIKELY(!running_ || !guarding_)) {
     const BlockSignals block;
-    std::thread([this] { serve(); }).detach();
+    if (!running_) std::thread([this] { serve(); }).detach();
     running_ = true;
     if (!guarding_) std::thread([this] { guard(); }).detach();
     guarding_ = true;
-  } else if (idle_) {
-    changed_.notify_all();
   }
+  if (idle_) changed_.notify_all();
 }
 
 void DeviceWatch::serve() {

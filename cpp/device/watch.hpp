@@ -25,11 +25,12 @@ class DeviceWatch {
 
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
-  void add(RunPtr run);
+  // Polls the run until its end. If no thread can do that, ends the run with that error and throws.
+  void add(const RunPtr& run);
   // Checks once a second whether replays of a captured call will end, until the owner of the call drops it.
-  void add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure);
+  void add_captured(const CallPtr& call, std::shared_ptr<Failure> failure);
   struct Launch {
-    std::shared_ptr<DeviceCall> call;
+    CallPtr call;
     // Handles the failure if the launch must not go on.
     std::shared_ptr<Failure> failure;
     Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
@@ -39,8 +40,7 @@ class DeviceWatch {
   // end. The watching thread wakes for the launch, and so need not wake for the call that follows.
   class Launching {
    public:
-    Launching(std::shared_ptr<DeviceCall> call, std::shared_ptr<Failure> failure)
-        : launch_{std::move(call), std::move(failure)} {
+    Launching(CallPtr call, std::shared_ptr<Failure> failure) : launch_{std::move(call), std::move(failure)} {
       instance().begin(launch_);
     }
     Launching(const Launching&) = delete;
@@ -61,7 +61,7 @@ class DeviceWatch {
 
  private:
   void begin(const Launch& launch);
-  void end(const std::shared_ptr<DeviceCall>& call);
+  void end(const CallPtr& call);
   // If the launch must not go on, handles its failure and returns true.
   static bool ends(const Launch& launch);
   // Ends those `launching` that must not go on, and empties the list. Call it without `mutex_`.
@@ -80,12 +80,14 @@ class DeviceWatch {
 
   // The captured calls of one group, represented by one of them.
   struct Captured {
-    std::weak_ptr<DeviceCall> call;
+    std::weak_ptr<const RustCall> call;
     std::shared_ptr<Failure> failure;
   };
   // Checks each group's captured calls. Drops an entry if its call no longer exists or its group has failed. Call it
   // without `mutex_`.
   static void look_at_replays(std::vector<Captured>& captured);
+  // Starts the threads that do not run, or wakes the first one. Call it with `mutex_`, and before a list gets an entry:
+  // it throws if no thread is left, and nobody would then look at the entry.
   void start();
 
   std::mutex mutex_;

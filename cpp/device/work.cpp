@@ -12,32 +12,8 @@
 
 namespace sagellm {
 
-void DeviceCall::launch(c10::ArrayRef<DevicePlaced> placed, size_t stream) const {
-  checked([&] { core_->launch({placed.data(), placed.size()}, stream); });
-}
-
-void DeviceCall::failed_here(const std::string& why) const {
-  core_->failed_here(why);
-}
-
-DeviceCall::State DeviceCall::poll(const std::function<bool()>& has_passed) const {
-  const uint32_t capture_mode = checked([&] { return core_->before_poll(); });
-  bool passed = false;
-  try {
-    passed = has_passed();
-  } catch (const std::exception&) {
-    std::string error(core_->poll_running(capture_mode));
-    if (error.empty()) throw;
-    return {false, std::move(error)};
-  }
-  if (!passed) return {false, std::string(core_->poll_running(capture_mode))};
-  const DevicePassed found = core_->poll_passed(capture_mode);
-  return {!found.undecided, std::string(found.error)};
-}
-
-std::vector<rust::String> DeviceCall::explain() const {
-  const rust::Vec<rust::String> found = core_->explain();
-  return {found.begin(), found.end()};
+CallPtr shared_call(rust::Box<RustCall> call) {
+  return {call.into_raw(), [](RustCall* raw) { (void)rust::Box<RustCall>::from_raw(raw); }};
 }
 
 void LastEnds::put(const c10::Stream& stream, EventPtr ended) {
@@ -84,25 +60,39 @@ bool DeviceRun::has_passed() const {
 bool DeviceRun::poll(std::chrono::microseconds spin) {
   if (ended_) return true;
   const c10::DeviceGuard guard(launched_.stream.device());
-  const auto query = [&] {
+  const RustCall& call = *launched_.call;
+  // Until the core is told what the device said, queries of this thread break no other thread's capture.
+  const uint32_t capture_mode = checked([&] { return call.before_poll(); });
+  bool passed = false;
+  std::string error;
+  try {
     const auto until = std::chrono::steady_clock::now() + spin;
-    bool passed = has_passed();
+    passed = has_passed();
     while (!passed && spin.count() > 0 && std::chrono::steady_clock::now() < until) passed = has_passed();
-    return passed;
-  };
-  const DeviceCall::State state = launched_.call->poll(query);
-  if (!state.passed && state.error.empty()) return false;
-  if (state.error.empty()) {
-    end({}, true);
-  } else {
-    fail(state.error, state.passed);
+  } catch (const std::exception&) {
+    error = std::string(call.poll_running(capture_mode));
+    if (error.empty()) throw;
+    fail(error);
+    return true;
   }
-  return true;
+  if (passed) {
+    const DevicePassed found = call.poll_passed(capture_mode);
+    passed = !found.undecided;
+    error = std::string(found.error);
+  } else {
+    error = std::string(call.poll_running(capture_mode));
+  }
+  if (!error.empty()) {
+    fail(error, passed);
+    return true;
+  }
+  if (passed) end({}, true);
+  return passed;
 }
 
 void DeviceRun::fail_unasked() {
   if (ended_) return;
-  const std::string error = launched_.call->look_at_launch();
+  const std::string error(launched_.call->look_at_launch());
   if (!error.empty()) fail(error);
 }
 
@@ -124,17 +114,17 @@ void DeviceRun::end(const std::string& error, bool idle) {
     work = held_ ? std::move(held_) : work_.lock();
   }
   if (work) {
-    static_cast<DeviceWork&>(*work).end_of_run(error);
+    static_cast<DeviceWork&>(*work).settle(error);
   } else {
     events_->tell_failure(error);
   }
-  if (launched_.failure && launched_.issuer != 0) launched_.failure->ended(launched_.issuer);
+  launched_.under_way.end();
   if (idle && launched_.last) launched_.last->passed(launched_.stream, launched_.ended);
   std::vector<at::Tensor> tensors = take_tensors();
   if (!idle) {
     // The device may still use the tensors, and no event says until when. So they are leaked, as is the call.
     new std::vector<at::Tensor>(std::exchange(tensors, {}));
-    new std::shared_ptr<DeviceCall>(launched_.call);
+    new CallPtr(launched_.call);
   }
   if (work || !tensors.empty()) DeferredRelease::instance().add(std::move(work), std::move(tensors));
 }
@@ -150,7 +140,7 @@ void DeviceRun::fail(const std::string& error, bool idle) {
 }
 
 void DeviceRun::fail(const std::exception_ptr& failure) {
-  const std::string why = "the device was asked for its end: " + coded_text(failure).substr(1);
+  const std::string why = "the device was asked for its end: " + text_of(coded_text(failure));
   launched_.call->failed_here(why);
   fail(coded(ErrorKind::kRankFailed, "sagellm: " + why));
 }
@@ -179,6 +169,11 @@ c10::intrusive_ptr<DeviceWork> DeviceWork::make(int rank, c10d::OpType type, std
 void DeviceWork::watch() {
   if (is_listened_to()) run_->hold(c10::intrusive_ptr<SageWork>::reclaim_copy(this));
   DeviceWatch::instance().add(run_);
+}
+
+std::vector<rust::String> DeviceWork::explain() const {
+  const rust::Vec<rust::String> found = run_->launched().call->explain();
+  return {found.begin(), found.end()};
 }
 
 void DeviceWork::release_resources() {

@@ -22,40 +22,9 @@
 
 namespace sagellm {
 
-// A call on a device, held by the core. It keeps host memory that the library was given until the stream has passed the
-// call. It knows the call's number and timeout, and whether the call will ever end.
-class DeviceCall {
- public:
-  explicit DeviceCall(rust::Box<RustCall> core) : core_(std::move(core)) {}
-
-  void launch(c10::ArrayRef<DevicePlaced> placed, size_t stream) const;
-  // The call was not launched, or its launch did not complete. The group fails on all ranks.
-  void failed_here(const std::string& why) const;
-  struct State {
-    // The device has passed the call, and it is known whether the call succeeded.
-    bool passed;
-    // The error, with its code letter, because of which the call failed or will never end; empty if there is none.
-    // After an error the group has failed, and `abort` must be called once the program has been notified.
-    std::string error;
-  };
-  // Never waits. `has_passed` queries the device, in a capture mode that breaks no other thread's capture. Records the
-  // end of the call in the statistics.
-  State poll(const std::function<bool()>& has_passed) const;
-  // The next two are for captured calls: whether the call must be kept for replays, and the error because of which a
-  // replay will not end (empty if there is none).
-  bool keeps_memory() const { return core_->keeps_memory(); }
-  std::string look_at_replays() const { return std::string(core_->look_at_replays()); }
-  // Aborts the communicators of the group. This may take long.
-  void abort() const { core_->abort(); }
-  // Called by another thread while the launch has not returned. Returns the error because of which the launch must not
-  // go on, or an empty text. After an error the group has failed, and `abort` makes the launch return.
-  std::string look_at_launch() const { return std::string(core_->look_at_launch()); }
-  // How the library runs the call; see `SageWork::explain`.
-  std::vector<rust::String> explain() const;
-
- private:
-  const rust::Box<RustCall> core_;
-};
+// A launch, held by the core and kept alive by all who may still ask about it or abort it.
+using CallPtr = std::shared_ptr<const RustCall>;
+CallPtr shared_call(rust::Box<RustCall> call);
 
 // The end event of the last collective on each stream, for barriers. An entry is removed when its call has ended.
 class LastEnds {
@@ -88,11 +57,11 @@ class DeviceRun final {
     bool blocks_host = false;
     // Events on other devices. The work is done only when these events have also passed.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
-    std::shared_ptr<DeviceCall> call{};
+    CallPtr call{};
     // Handles a failure of the call. Null if the end of the call is not watched.
     std::shared_ptr<Failure> failure{};
-    // The thread for which `failure` counts this call as under way, or 0.
-    pid_t issuer = 0;
+    // Counts the call as under way until it ends. Empty if `drain` need not wait for the call.
+    Failure::UnderWay under_way{};
     // The table that `ended` was put into, or null.
     std::shared_ptr<LastEnds> last{};
     // The operation's name in error texts; a string literal.
@@ -164,12 +133,11 @@ class DeviceWork final : public SageWork {
 
   // Hands the run to the watching thread, which detects its end.
   void watch();
-  // Ends the Work of a call that was captured into a graph: its event never passes by itself and must not be queried.
-  void settle() { end(std::string()); }
-  // Called once, by the run.
-  void end_of_run(const std::string& error) { end(error); }
+  // Called once: by the run, or when a call was captured into a graph, because the event of such a call never passes by
+  // itself and must not be queried.
+  void settle(const std::string& error) { end(error); }
 
-  std::vector<rust::String> explain() const override { return run_->launched().call->explain(); }
+  std::vector<rust::String> explain() const override;
   void synchronize() override { order(); }
   void release_resources() override;
 

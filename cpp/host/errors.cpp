@@ -20,13 +20,17 @@ std::string coded(ErrorKind kind, const std::string& text) {
   return static_cast<char>(kind) + text;
 }
 
+std::string text_of(const std::string& coded) {
+  return coded.empty() ? coded : coded.substr(1);
+}
+
 std::optional<ErrorKind> kind_of(const std::string& coded) {
   return coded.empty() ? std::nullopt : std::make_optional(static_cast<ErrorKind>(coded[0]));
 }
 
 std::exception_ptr to_exception(const std::string& coded) {
   if (coded.empty()) return make<c10::Error>("sagellm: an error without a text");
-  const std::string text = coded.substr(1);
+  const std::string text = text_of(coded);
   switch (static_cast<ErrorKind>(coded[0])) {
     case ErrorKind::kInvalid:
       return make<c10::ValueError>(text);

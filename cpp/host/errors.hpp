@@ -21,6 +21,9 @@ inline constexpr const char* kInherited =
 // Makes a coded error text from a kind and a text.
 std::string coded(ErrorKind kind, const std::string& text);
 
+// The text of a coded error text; empty if there is no error.
+std::string text_of(const std::string& coded);
+
 // The kind of an error text. No value if the text is empty, which means that there is no error.
 std::optional<ErrorKind> kind_of(const std::string& coded);
 

@@ -1,4 +1,5 @@
-// One object of a type in each process. A forked child gets a new one.
+// One object of a type in each process, of which a forked child gets a new one; and a mark by which it recognizes its
+// parent's objects.
 #pragma once
 
 #include <pthread.h>
@@ -21,5 +22,18 @@ T& per_process() {
   (void)made;
   return *current.load(std::memory_order_acquire);
 }
+
+// Recognizes a forked child of the process that made this object. Makes no system call.
+class ProcessMark {
+ public:
+  bool inherited() const { return made_in_ != &per_process<Identity>(); }
+
+ private:
+  struct Identity {
+    char nothing = 0;
+  };
+  // Never dereferenced.
+  const Identity* made_in_ = &per_process<Identity>();
+};
 
 }  // namespace sagellm

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "host/errors.hpp"
+#include "host/sites.hpp"
 #include "host/slices.hpp"
 #include "lower/checks.hpp"
 #include "lower/gloo_lists.hpp"
@@ -144,6 +145,14 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
   }
 }
 
+size_t bytes_of(const Operand& operand) {
+  size_t bytes = 0;
+  // Undefined and sparse tensors have no byte count; the delegate checks them.
+  operand.for_each(
+      [&](const at::Tensor& tensor) { bytes += tensor.defined() && !tensor.is_sparse() ? tensor.nbytes() : 0; });
+  return bytes;
+}
+
 }  // namespace
 
 Plans lower(const CallDesc& call, const Carrier& carrier) {
@@ -171,6 +180,27 @@ Plans lower(const CallDesc& call, const Carrier& carrier) {
   add_inputs(plan, call, carrier);
   add_outputs(plan, call, carrier);
   return plans;
+}
+
+ExternalOp external_op(const CallDesc& call, bool host_staged) {
+  ExternalOp told{};
+  told.kind = call.kind;
+  told.root = static_cast<uint32_t>(call.root);
+  told.tag = static_cast<uint32_t>(call.tag);
+  const size_t outputs = bytes_of(call.outputs);
+  // A collective with one argument is recorded as reading and writing it, on every rank.
+  told.read = !call.has_one_argument() ? bytes_of(call.inputs) : call.kind == Kind::kRecv ? 0 : outputs;
+  told.written = call.kind == Kind::kSend ? 0 : outputs;
+  const auto like = call.traced();
+  told.tensors = call.coalesced ? static_cast<uint32_t>(like.size()) : 1;
+  told.element = kNoType;
+  for (const auto& tensors : {call.outputs.first(), like}) {
+    if (!tensors.empty() && tensors[0].defined()) told.element = static_cast<uint8_t>(tensors[0].scalar_type());
+  }
+  told.site = call_site();
+  told.host_staged = host_staged;
+  told.timeout_ms = call.timeout.count();
+  return told;
 }
 
 Operand::Tensors Operand::flat() const {

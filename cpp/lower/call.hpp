@@ -177,4 +177,7 @@ using Plans = c10::SmallVector<Plan, 1>;
 // whose tensors cannot all be combined by one operation.
 Plans lower(const CallDesc& call, const Carrier& carrier);
 
+// The record for the statistics of a call that the core does not carry.
+ExternalOp external_op(const CallDesc& call, bool host_staged);
+
 }  // namespace sagellm

@@ -1,6 +1,5 @@
 #include "lower/gloo_lists.hpp"
 
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -9,6 +8,7 @@
 
 #include "host/errors.hpp"
 #include "lower/checks.hpp"
+#include "lower/combined.hpp"
 
 namespace sagellm {
 
@@ -16,33 +16,6 @@ namespace {
 
 using Tensors = Operand::Tensors;
 using Op = c10d::ReduceOp;
-
-// Combines `from` into `to` by `op`.
-void fold(const at::Tensor& to, const at::Tensor& from, Op::RedOpType op) {
-  switch (op) {
-    case Op::SUM:
-    case Op::AVG:  // later the core divides the sum by the number of ranks
-      to.add_(from);
-      return;
-    case Op::PRODUCT:
-      to.mul_(from);
-      return;
-    case Op::MIN:
-      to.copy_(at::minimum(to, from));
-      return;
-    case Op::MAX:
-      to.copy_(at::maximum(to, from));
-      return;
-    case Op::BAND:
-      to.bitwise_and_(from);
-      return;
-    case Op::BOR:
-      to.bitwise_or_(from);
-      return;
-    default:
-      to.bitwise_xor_(from);
-  }
-}
 
 // Makes the plan copy `from` into `to` once the operation's results are in `from`.
 void copy_back(Plan& plan, const at::Tensor& from, const at::Tensor& to) {
@@ -66,11 +39,12 @@ void all_reduce(Plan& plan, const CallDesc& call) {
   plan.prepare = [own, sum, op] {
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto tensor = [](at::TensorImpl* it) {
-      return at::Tensor(c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(it));
+    const auto on_cpu = [](at::TensorImpl* it) {
+      return at::Tensor(c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(it)).cpu();
     };
-    sum.copy_(tensor(own[0]));
-    for (size_t i = 1; i < own.size(); ++i) fold(sum, tensor(own[i]).cpu(), op);
+    at::Tensor all = on_cpu(own[0]);
+    for (size_t i = 1; i < own.size(); ++i) all = combined(all, on_cpu(own[i]), op);
+    sum.copy_(all);
   };
   for (const at::Tensor& each : tensors) copy_back(plan, sum, each);
 }

@@ -1,11 +1,9 @@
-#include "python/group.hpp"
+#include "python/bindings.hpp"
 
 #include <pybind11/chrono.h>
-#include <torch/csrc/Exceptions.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,8 +12,8 @@
 #include "c10d/options.hpp"
 #include "c10d/rendezvous.hpp"
 #include "host/errors.hpp"
+#include "host/per_process.hpp"
 #include "host/python_host.hpp"
-#include "python/observe.hpp"
 
 namespace sagellm {
 
@@ -39,14 +37,8 @@ c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::k
   return options;
 }
 
-// Process id of the process that made the last group.
-int process_of_groups = 0;
-
-template <class Function>
-auto without_gil(const Function& function) {
-  const py::gil_scoped_release no_gil;
-  return function();
-}
+// Made with the last group.
+std::optional<ProcessMark> process_of_groups;
 
 // Runs `body` without the GIL. Then writes the lines that were logged meanwhile, also if `body` throws.
 template <class Body>
@@ -70,7 +62,7 @@ std::shared_ptr<Rendezvous> start_rendezvous(const c10::intrusive_ptr<c10d::Stor
   options->timeout = milliseconds(timeout);
   options->group_name = std::move(group_name);
   options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
-  process_of_groups = ::getpid();
+  process_of_groups.emplace();
   return told([&] { return std::make_shared<Rendezvous>(store, rank, size, std::move(options)); });
 }
 
@@ -97,12 +89,6 @@ py::str tell_failure(Rendezvous& decided, const std::string& text) {
 
 py::str told_failure(Rendezvous& decided) {
   return as_text(without_gil([&] { return decided.told_failure(); }));
-}
-
-// Makes a function of this module translate torch's exceptions. c10d's own bindings do that by themselves.
-template <class Function>
-auto translated(Function function) {
-  return torch::wrap_pybind_function(function);
 }
 
 // Asks the core, without the GIL.
@@ -176,7 +162,6 @@ void bind_backend(py::module_& module) {
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
-      .def_property_readonly("spans_hosts", &SageBackend::spans_hosts)
       .def("describe", &SageBackend::describe)
       .def_property_readonly("fault", [](const SageBackend& self) { return without_gil([&] { return self.fault(); }); })
       .def("_explain",
@@ -228,7 +213,7 @@ void bind_groups(py::module_& module) {
 }
 
 bool has_made_groups() {
-  return ::getpid() == process_of_groups;
+  return process_of_groups && !process_of_groups->inherited();
 }
 
 }  // namespace sagellm

@@ -11,11 +11,7 @@
 #include "device/watch.hpp"
 #include "host/alarm.hpp"
 #include "host/python_host.hpp"
-#include "python/arrays.hpp"
-#include "python/group.hpp"
-#include "python/observe.hpp"
-#include "python/packing.hpp"
-#include "python/shared.hpp"
+#include "python/bindings.hpp"
 #include "sagellm/src/ffi/observe.rs.h"
 #include "work/callbacks.hpp"
 #include "work/delegated.hpp"
@@ -27,15 +23,14 @@ namespace {
 // Called once, by atexit. Afterwards no thread of ours runs that might ask for the GIL.
 void leave() {
   if (!has_made_groups()) return;
-  {
-    const py::gil_scoped_release no_gil;
+  without_gil([] {
     Core::at_exit();
     Alarm::instance().stop();
     DeviceWatch::instance().stop(std::chrono::seconds(1));
     DroppedMessages::end_all();
     // This takes seconds if torch's flight recorder is still writing a trace after a failure.
     CallbackPool::instance().stop(std::chrono::seconds(5));
-  }
+  });
   DeferredRelease::instance().release();
   // A signal handler may have raised while the groups were being left. No later call would raise its exception.
   std::exception_ptr raised = take_interrupt();

@@ -1,6 +1,4 @@
-#include "python/observe.hpp"
-
-#include <torch/csrc/Exceptions.h>
+#include "python/bindings.hpp"
 
 #include <array>
 #include <string>
@@ -17,7 +15,6 @@ namespace sagellm {
 
 namespace {
 
-using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
 using Text = const std::string&;
 
 py::str text(const rust::String& string) {
@@ -66,11 +63,8 @@ py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<doub
                  const std::array<double, 3>& host, const std::array<double, 3>& network, double gamma,
                  size_t ranks_per_host) {
   const CostModel model{host[0], host[1], host[2], network[0], network[1], network[2], gamma, ranks_per_host};
-  rust::Vec<Prediction> found;
-  {
-    const py::gil_scoped_release no_gil;
-    found = checked([&] { return Core::predict(kind, algorithm, ranks, slice(sizes), model); });
-  }
+  const auto found =
+      without_gil([&] { return checked([&] { return Core::predict(kind, algorithm, ranks, slice(sizes), model); }); });
   return list_of(found, [](const Prediction& one) { return py::make_tuple(one.seconds, one.segments); });
 }
 
@@ -85,12 +79,7 @@ py::tuple program(Text kind, Text algorithm, size_t ranks, size_t segments, size
 }
 
 py::object doctor() {
-  rust::String facts;
-  {
-    const py::gil_scoped_release no_gil;
-    facts = Core::machine_facts();
-  }
-  return parsed(facts);
+  return parsed(without_gil([] { return Core::machine_facts(); }));
 }
 
 // Uses Python's C API, because with pybind11's conversions most of a step's cost would be conversion.
@@ -120,25 +109,23 @@ py::object parsed(const rust::String& json) {
 }
 
 void bind_observation(py::module_& module) {
-  const auto def = [&](const char* name, auto function, const auto&... arguments) {
-    module.def(name, torch::wrap_pybind_function(function), arguments...);
-  };
   module.attr("KINDS") = py::tuple(list_of(Core::kind_names(), text));
   module.attr("DTYPES") = py::tuple(list_of(Core::dtype_names(), text));
-  def("explain_work", &explain_work, "work"_a);
-  def("explain_without_group", &explain_without_group, "kind"_a, "bytes"_a, "dtype"_a, "ranks"_a, "algorithm"_a = "");
-  def("start_rule", &start_rule, "kind"_a, "bytes"_a, "ranks"_a, "topology"_a);
-  def("table_without_group", &table_without_group, "ranks"_a, "algorithm"_a = "");
-  def("save_table", &save_table, "ranks"_a, "made"_a, "lines"_a);
-  def("algorithms_of", &algorithms_of, "kind"_a);
-  def("predict", &predict, "kind"_a, "algorithm"_a, "ranks"_a, "sizes"_a, "host"_a, "network"_a, "gamma"_a,
-      "ranks_per_host"_a);
-  def("program", &program, "kind"_a, "algorithm"_a, "ranks"_a, "segments"_a, "rank"_a);
-  def("doctor", &doctor);
+  define(module, "explain_work", &explain_work, "work"_a);
+  define(module, "explain_without_group", &explain_without_group, "kind"_a, "bytes"_a, "dtype"_a, "ranks"_a,
+         "algorithm"_a = "");
+  define(module, "start_rule", &start_rule, "kind"_a, "bytes"_a, "ranks"_a, "topology"_a);
+  define(module, "table_without_group", &table_without_group, "ranks"_a, "algorithm"_a = "");
+  define(module, "save_table", &save_table, "ranks"_a, "made"_a, "lines"_a);
+  define(module, "algorithms_of", &algorithms_of, "kind"_a);
+  define(module, "predict", &predict, "kind"_a, "algorithm"_a, "ranks"_a, "sizes"_a, "host"_a, "network"_a, "gamma"_a,
+         "ranks_per_host"_a);
+  define(module, "program", &program, "kind"_a, "algorithm"_a, "ranks"_a, "segments"_a, "rank"_a);
+  define(module, "doctor", &doctor);
   module.attr("_begin_step") = py::reinterpret_steal<py::object>(PyCFunction_New(&begin_step_method, nullptr));
   module.attr("_end_step") = py::reinterpret_steal<py::object>(PyCFunction_New(&end_step_method, nullptr));
-  def("_step_sums", &step_sums);
-  def("_reset_steps", &StepMeter::reset);
+  define(module, "_step_sums", &step_sums);
+  define(module, "_reset_steps", &StepMeter::reset);
 }
 
 }  // namespace sagellm

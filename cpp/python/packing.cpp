@@ -1,7 +1,6 @@
-#include "python/packing.hpp"
+#include "python/bindings.hpp"
 
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstring>
@@ -11,8 +10,6 @@
 namespace sagellm {
 
 namespace {
-
-using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
 
 // The tensor, if it is contiguous in host memory and its bytes are its whole value; else null.
 const at::Tensor* plain(py::handle item) {
@@ -92,12 +89,9 @@ void unpack(const at::Tensor& from, const py::list& tensors, size_t begin, size_
 }  // namespace
 
 void bind_packing(py::module_& module) {
-  const auto def = [&](const char* name, auto function, const auto&... arguments) {
-    module.def(name, torch::wrap_pybind_function(function), arguments...);
-  };
-  def("_runs", &runs, "tensors"_a, "written"_a);
-  def("_pack", &pack, "tensors"_a, "begin"_a, "end"_a, "into"_a);
-  def("_unpack", &unpack, "from_"_a, "tensors"_a, "begin"_a, "end"_a);
+  define(module, "_runs", &runs, "tensors"_a, "written"_a);
+  define(module, "_pack", &pack, "tensors"_a, "begin"_a, "end"_a, "into"_a);
+  define(module, "_unpack", &unpack, "from_"_a, "tensors"_a, "begin"_a, "end"_a);
 }
 
 }  // namespace sagellm

@@ -16,9 +16,7 @@ namespace {
 // Records the failure and returns the error to report: the core's, if it knows what the call waited for, else
 // `failure`.
 std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_ptr& failure) {
-  // Without the first letter, which is the code of the error's kind.
-  const std::string words = coded_text(failure).substr(1);
-  const rust::String more = (*note)->failed(rust::String::lossy(words));
+  const rust::String more = (*note)->failed(rust::String::lossy(text_of(coded_text(failure))));
   return more.empty() ? failure : to_exception(std::string(more));
 }
 

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "compat.hpp"
+#include "host/per_process.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
@@ -93,7 +94,7 @@ class Events : public std::enable_shared_from_this<Events> {
   uint64_t key() const { return key_; }
 
   // True in a forked child of the process that made this object. The threads that end works exist only in the parent.
-  bool inherited() const { return pool_ != &CallbackPool::instance(); }
+  bool inherited() const { return process_.inherited(); }
 
   void enable_timing() { timing_ = true; }
   bool timing() const { return timing_.load(std::memory_order_relaxed); }
@@ -124,8 +125,7 @@ class Events : public std::enable_shared_from_this<Events> {
 
   const uint64_t key_ = next_key();
   static uint64_t next_key();
-  // Compared with the current pool to detect a fork; never dereferenced.
-  const CallbackPool* const pool_ = &CallbackPool::instance();
+  const ProcessMark process_;
   // The user's thread sets them, all threads read them. They order no other memory access.
   std::atomic<bool> timing_{false};
   std::atomic<bool> work_hook_set_{false};

@@ -2,12 +2,13 @@
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
+
+#include "host/per_process.hpp"
 
 namespace sagellm {
 
@@ -32,10 +33,10 @@ class JoinedWork : public c10d::Work {
  protected:
   // True in a forked child of the process that made this Work. A thread of the parent may have held its locks at the
   // fork.
-  bool inherited() const { return ::getpid() != process_; }
+  bool inherited() const { return process_.inherited(); }
 
  private:
-  const pid_t process_ = ::getpid();
+  const ProcessMark process_;
   const std::vector<WorkPtr> parts_;
   // Guards `value_`.
   std::mutex value_mutex_;

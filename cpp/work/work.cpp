@@ -323,4 +323,15 @@ void Pending::ended(rust::Str error) const {
   if (work || !keep_.empty()) DeferredRelease::instance().add(std::move(work), std::move(keep_));
 }
 
+c10::intrusive_ptr<c10d::Work> in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job) {
+  CallbackPool::instance().post([work, job = std::move(job)] { work->end(failure_of(job)); });
+  if (async) return work;
+  work->wait(kNoTimeout);
+  return nullptr;
+}
+
+void wait_quietly(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+  for (const auto& work : works) (void)failure_of([&] { work->wait(kNoTimeout); });
+}
+
 }  // namespace sagellm

@@ -195,6 +195,11 @@ class SageWork : public c10d::Work {
   std::shared_ptr<void> held_in_step_;
 };
 
+// Runs `job` on a callback thread; `work` ends with the job. Waits for `work` and returns null unless `async`.
+c10::intrusive_ptr<c10d::Work> in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job);
+// Waits for these Works. Ignores their errors, because each Work reports its own.
+void wait_quietly(const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
+
 // The callbacks of one operation: they copy its staged tensors, and end its Work. A copy from or to a device blocks the
 // thread that drives the operation until the device has made it.
 class Pending final : public Completion {

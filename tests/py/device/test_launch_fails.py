@@ -3,10 +3,12 @@ rank would be matched with other calls of its peers."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from harness import Context, expect_raises, launch, torch_at_least
 from limits import patience
 from on_device import backend_of, holds
-from simulated import CARD, VENDORS, NeedsSimulatorError, environment, start
+from simulated import CARD, VENDORS, NeedsSimulatorError, environment, on_simulator_alone, start
 
 pytestmark = pytest.mark.timeout(900)
 #: Timeout of the groups, in seconds: far longer than the second within which the other ranks must get the error.
@@ -131,5 +133,77 @@ def test_a_call_that_fails_on_one_rank_fails_the_group_on_all(
             assert whole in own and "could not be launched on this rank" in own and words in own, said
             assert "rank 0 of group" in own and "rank 0 of group" in later, said
             assert took < patience(1), said
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+@contextmanager
+def one_more_thread() -> Iterator[None]:
+    """Threads with the default size of a stack can be started only once: two such stacks are larger than what is left
+    of the process's address space."""
+    stack = 1 << 30
+    attributes = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None)
+    libc.pthread_getattr_default_np(attributes)
+    usual = ctypes.c_size_t()
+    libc.pthread_attr_getstacksize(attributes, ctypes.byref(usual))
+
+    def set_size(size: int) -> None:
+        assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size)) == 0
+        assert libc.pthread_setattr_default_np(attributes) == 0
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    set_size(stack)
+    resource.setrlimit(resource.RLIMIT_AS, (used + stack * 3 // 2, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        set_size(usual.value)
+
+
+def threads() -> set[str]:
+    return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+
+
+def lacks_a_thread(ctx: Context, vendor: str) -> None:
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=DEADLINE))
+    other = dist.new_group(timeout=timedelta(seconds=DEADLINE))
+    dist.barrier()
+    own = ""
+    with one_more_thread() if ctx.rank == 0 else nullcontext():
+        try:
+            work = single(name, ctx.rank)
+        except RuntimeError as error:
+            own = str(error)
+        else:
+            own = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=DEADLINE)))
+        started = threads()
+    ctx.tell((own, started))
+    ctx.listen()  # the other rank has its error
+    value = torch.ones(4, device=name)
+    dist.all_reduce(value, group=other)
+    holds(value, 2)
+    ctx.tell(threads())
+    ctx.listen()
+    os._exit(0)
+
+
+@on_simulator_alone
+def test_a_call_for_which_no_thread_is_left_fails_its_group_and_the_next_one_starts_the_thread(
+    libraries: dict[str, Path],
+) -> None:
+    """The first call on a device starts the thread that watches calls, and a second one for when its queries hang. If
+    the system refuses the second, the call fails on all ranks, and the next call starts it."""
+    with launch(lacks_a_thread, 2, "nccl", env=environment("nccl", libraries)) as job:
+        (own, started), (others, _) = (job.hear(rank) for rank in range(2))
+        assert "Resource temporarily unavailable" in own, own
+        assert "sagellm-device" in started and "sagellm-overdue" not in started, started
+        assert "rank 0 of group" in others and "could not be launched on this rank" in others, others
+        for rank in range(2):
+            job.say(rank, "go")
+        for rank in range(2):
+            assert {"sagellm-device", "sagellm-overdue"} <= job.hear(rank)
         for rank in range(2):
             job.say(rank, "go")

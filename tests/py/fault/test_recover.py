@@ -399,7 +399,8 @@ def on_host(ctx: Context, names: list[str], engine: str = "auto") -> None:
     enter(names[ctx.rank // 2])
     store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
     ctx.init(store=store, timeout=FAR, pg_options=torch_sagellm.Options(engine=engine))
-    assert dist.group.WORLD._get_backend(torch.device("cpu")).spans_hosts == (engine == "auto")
+    described = dist.group.WORLD._get_backend(torch.device("cpu")).describe()
+    assert (" hosts with " in described) == (engine == "auto"), described
 
 
 def over_hosts(ctx: Context, names: list[str], engine: str, victims: list[int]) -> float:
