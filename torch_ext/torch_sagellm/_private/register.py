@@ -143,6 +143,8 @@ def inherited(extension: ModuleType, options: Any) -> Any:
     """
     from torch.distributed import distributed_c10d as c10d
 
+    from torch_sagellm._private import groups as _groups
+
     ranks = set(options.global_ranks_in_group or [])
     groups = list(c10d._world.pg_map)
     default = c10d.GroupMember.WORLD
@@ -152,12 +154,10 @@ def inherited(extension: ModuleType, options: Any) -> Any:
         members = c10d._world.pg_group_ranks.get(group)
         if not ranks or members is None or not ranks <= set(members):
             continue
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            if isinstance(backend, extension.SageBackend):
-                found = backend.options.__copy__()
-                found._as_gloo, found._attempt = False, ""
-                return found
+        for backend in _groups.backends_of(group):
+            found = backend.options.__copy__()
+            found._as_gloo, found._attempt = False, ""
+            return found
     return extension.Options()
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 import torch.distributed as dist
 
-from torch_sagellm._private import load
+from torch_sagellm._private import groups, load
 from torch_sagellm.api import fused
 from torch_sagellm.api.arguments import (
     Op,
@@ -37,7 +37,7 @@ from torch_sagellm.api.compression_hooks import CompressionThread
 from torch_sagellm.api.errors import with_timeouts
 from torch_sagellm.api.formats import Compression
 from torch_sagellm.api.futures import CommFuture, Later
-from torch_sagellm.api.group_choice import GroupSettings, group_for, our_backend
+from torch_sagellm.api.group_choice import GroupSettings, group_for
 from torch_sagellm.observe import explain as explaining
 from torch_sagellm.observe import stats as statistics
 from torch_sagellm.protocols.comm_backend import CommBackendProtocol
@@ -141,7 +141,7 @@ class CommBackend(CommBackendProtocol):
     def describe(self) -> str:
         """Describes the engine that serves the group and its configuration, in one line. Also says how much memory this
         process uses for tensors that peers can reach, if any."""
-        described = str(our_backend(self.group).describe())
+        described = str(groups.backend_of(self.group).describe())
         used = load.extension()._shared_usage()["used"]
         return f"{described}; {used >> 10} KiB of tensors in memory that peers can reach" if used else described
 

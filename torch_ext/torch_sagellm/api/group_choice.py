@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torch_sagellm._private import load
+from torch_sagellm._private import groups, load
 from torch_sagellm.observe import log
-from torch_sagellm.observe import stats as statistics
 
 #: The variables of torchrun's environment that ``init_process_group`` needs.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -84,7 +83,7 @@ def group_for(group: Any, rank: int | None, world_size: int | None, settings: Gr
     ):
         if given is not None and given != found:
             raise ValueError(f"sagellm {who}: {name} is {given}, and the process group says {found}")
-    ours = our_backend(base)
+    ours = groups.backend_of(base)
     if ours is not None and settings.hold_for(ours):
         return base
     why = "is of another backend" if ours is None else "has other settings"
@@ -150,11 +149,6 @@ def _start(rank: int | None, world_size: int | None, settings: GroupSettings, wh
             "init_process_group first"
         )
     dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1, **common)
-
-
-def our_backend(group: Any) -> Any:
-    """The backend of this package that serves a group, or None."""
-    return statistics._backend(group)
 
 
 def is_alive(group: Any) -> bool:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_sagellm._private import alive as _alive
+from torch_sagellm._private import groups
 from torch_sagellm.api.errors import CommTimeoutError
 from torch_sagellm.observe import log
-from torch_sagellm.observe import stats as statistics
 
 Result = TypeVar("Result")
 
@@ -99,7 +99,7 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: 
     base = dist.group.WORLD if group is None else group
     if base is None or base is dist.GroupMember.NON_GROUP_MEMBER or base not in c10d._world.pg_map:
         raise ValueError("sagellm recover: this process is no member of the group, or the group was destroyed")
-    backend = statistics._backend(base)
+    backend = groups.backend_of(base)
     if backend is None:
         raise ValueError(
             f"sagellm recover: the group is of backend {dist.get_backend(base)!r}, expected one that sagellm serves"
@@ -124,7 +124,7 @@ def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
     of_default = base is c10d._get_default_group()
     ranks = dist.get_process_group_ranks(base)
     gone = {ranks[place] for place in range(len(ranks)) if place not in members}
-    served = [kind for kind in base._device_types if statistics._own(base._get_backend(kind)) is backend]
+    served = [kind for kind in base._device_types if groups.own(base._get_backend(kind)) is backend]
     info: Any = {"process_group": base, "is_default_group": of_default}
     new = c10d._finalize_shrunk_group(info, gone, made)
     for kind in served:
