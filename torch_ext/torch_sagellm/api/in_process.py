@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class Topology:
         self._pending: list[Call] = []
         #: Class and text of the error after which no call is accepted. The error object itself would keep its stack
         #: alive.
-        self._failure: tuple[type[dist.DistBackendError], str] | None = None
+        self._failure: tuple[Callable[[str], Exception], str] | None = None
         #: Functions to run after calls of a backward pass (`gradients`). The thread that finds a call ended runs its
         #: function.
         self._following: list[tuple[Call, Callable[[], None]]] = []
@@ -244,15 +245,15 @@ class Topology:
         until = time.monotonic() + (call.timeout or self._timeout).total_seconds()
         while not call.released and self._failure is None:
             if (left := until - time.monotonic()) <= 0:
-                error = CommTimeoutError(self._overdue(call, operation))
+                error = CommTimeoutError(*self._overdue(call, operation))
                 self._fail(error)
                 raise error
             self.changed.wait(left)
         if not call.released:
             raise self._told(call)
 
-    def _overdue(self, call: Call, operation: Operation) -> str:
-        """The error text at the deadline, with the ranks that have not made the call that this one waits for."""
+    def _overdue(self, call: Call, operation: Operation) -> tuple[str, list[int]]:
+        """The error text at the deadline, and the ranks that have not made the call that this one waits for."""
         head = (
             f"sagellm: rank {call.rank} Timed out after {(call.timeout or self._timeout).total_seconds():g} s in {call}"
         )
@@ -263,10 +264,10 @@ class Topology:
             head += f", which waits for {earlier} of rank {earlier.rank}"
             operation = next(each for each in self._unfinished() if each.calls.get(earlier.rank) is earlier)
             if operation in seen:
-                return f"{head}: these calls wait for each other's results"
+                return f"{head}: these calls wait for each other's results", []
             seen.append(operation)
         said = "; ".join(self._absence(rank, operation) for rank in missing)
-        return f"{head}{operation.place}: {said}. Where a rank needs longer, pass a larger timeout"
+        return f"{head}{operation.place}: {said}. Where a rank needs longer, pass a larger timeout", missing
 
     def _absence(self, rank: int, operation: Operation) -> str:
         if operation.place:
@@ -304,7 +305,9 @@ class Topology:
 
     def _fail(self, error: BaseException) -> None:
         """Fails all calls, and restores the previous values of the caller's tensors."""
-        kind = CommTimeoutError if isinstance(error, CommTimeoutError) else dist.DistBackendError
+        kind: Callable[[str], Exception] = dist.DistBackendError
+        if isinstance(error, CommTimeoutError):
+            kind = partial(CommTimeoutError, missing=error.missing_ranks)
         self._failure = kind, str(error) or type(error).__name__
         for call in self._pending:
             if call.result is not None and call.before is not None:
@@ -318,11 +321,10 @@ class Topology:
         """The error of a call that ends, or is refused, because another call failed."""
         assert self._failure is not None
         kind, why = self._failure
-        error: Exception = kind(
+        return kind(
             f"sagellm: {call} of rank {call.rank} cannot run, because the ranks of this process have failed: make new "
             f"ones with create_ring_topology({self.world_size}). The failure was: {why}"
         )
-        return error
 
 
 class _Made:
