@@ -381,7 +381,7 @@ const NAMED: [(&str, &str); 24] = [
     ("torch_ext/torch_sagellm/_C.pyi", "the values of the option"),
     ("torch_ext/torch_sagellm/api/backends.py", "the names of backends that users ask for"),
     ("torch_ext/torch_sagellm/__init__.pyi", "the names of backends that users ask for"),
-    ("torch_ext/torch_sagellm/__init__.py", "what the project is"),
+    ("torch_ext/torch_sagellm/__init__.py", "what the project is, and the names of backends that users ask for"),
     ("torch_ext/torch_sagellm/api/serve_as.py", "an example of a group's names"),
 ];
 

@@ -164,7 +164,8 @@ def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
 
 
 def test_the_list_of_names_is_that_of_the_package() -> None:
-    """`__init__.pyi` has each name once and names its module, so that a type checker sees the objects that run."""
+    """`__init__.pyi` has each name once, with the module that `__init__.py` loads, so that a type checker sees the
+    objects that run."""
     import importlib
     import re
     from pathlib import Path
@@ -174,6 +175,7 @@ def test_the_list_of_names_is_that_of_the_package() -> None:
     stub = Path(torch_sagellm.__file__).with_name("__init__.pyi").read_text()
     listed = re.findall(r"^from torch_sagellm\.(\S+) import (\w+) as (\w+)$", stub, re.M)
     assert len(listed) == stub.count(" import ") and sorted(listed) == listed
+    assert {name: home for home, name, _ in listed} == torch_sagellm._HOMES
     assert sorted(torch_sagellm.__all__) == sorted({"__version__", *(name for _, name, _ in listed)})
     assert len(torch_sagellm.__all__) == len(listed) + 1
     for home, name, known in listed:
