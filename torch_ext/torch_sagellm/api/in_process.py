@@ -8,13 +8,11 @@ partly written. The core alone decides how data is moved and combined.
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_sagellm._private import load, register
+from torch_sagellm._private import descriptors, load, register
 from torch_sagellm.api.arguments import (
     Op,
     Seconds,
@@ -52,19 +50,23 @@ def totals() -> Totals:
     found: Totals = {}
     # Copies, because a topology may end on another thread, which moves its counts from `_alive` to `_gone`.
     for each in [*_gone, *(counted(topology._groups) for topology in list(_alive))]:
-        for kind, tally in each.items():
-            one = found.get(kind, (0, 0, 0))
-            found[kind] = (one[0] + tally[0], one[1] + tally[1], one[2] + tally[2])
+        _add(found, each.items())
     return found
+
+
+def _add(sums: Totals, more: Iterable[tuple[str, tuple[int, int, int]]]) -> None:
+    """Adds counts of kinds to ``sums``."""
+    for kind, (number, nbytes, waiting) in more:
+        one = sums.get(kind, (0, 0, 0))
+        sums[kind] = (one[0] + number, one[1] + nbytes, one[2] + waiting)
 
 
 def counted(groups: list[Any]) -> Totals:
     """The sums of the counts of some groups."""
     found: Totals = {}
     for group in list(groups):
-        for cell in group._stats()["cells"]:
-            one = found.get(cell["kind"], (0, 0, 0))
-            found[cell["kind"]] = (one[0] + cell["count"], one[1] + cell["bytes"], one[2] + cell["waiting"])
+        cells = group._stats()["cells"]
+        _add(found, ((cell["kind"], (cell["count"], cell["bytes"], cell["waiting"])) for cell in cells))
     return found
 
 
@@ -76,9 +78,7 @@ def _end(groups: list[Any]) -> None:
     if groups:
         last = counted(groups)
         while len(_gone) > 100:  # only the newest are kept separately; the others are summed
-            for kind, tally in _gone.popleft().items():
-                one = last.get(kind, (0, 0, 0))
-                last[kind] = (one[0] + tally[0], one[1] + tally[1], one[2] + tally[2])
+            _add(last, _gone.popleft().items())
         _gone.append(last)
         groups.clear()
 
@@ -462,12 +462,11 @@ def _require_dense(kind: str, tensor: torch.Tensor) -> None:
 def _require_descriptors(world_size: int) -> None:
     """Raises a RuntimeError if the limit of open files is too low for the ranks, before anything is opened."""
     # Each rank watches every rank by a descriptor. While the ranks meet, each has two more, and one for its memory.
-    needed, used = world_size * (world_size + 3), len(os.listdir("/proc/self/fd"))
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and used + needed > limit:
+    needed = world_size * (world_size + 3)
+    if lack := descriptors.lack(needed):
         raise RuntimeError(
-            f"sagellm: {world_size} ranks of one process need {needed} file descriptors, and of the {limit} that this "
-            f"process may have {used} are in use; make fewer ranks, or raise the limit (ulimit -n)"
+            f"sagellm: {world_size} ranks of one process need {needed} file descriptors, and of the {lack.limit} that "
+            f"this process may have {lack.used} are in use; make fewer ranks, or raise the limit (ulimit -n)"
         )
 
 
