@@ -22,7 +22,7 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import setuptools
 from setuptools import Command, Extension, setup
@@ -83,7 +83,7 @@ build {target}: compile {source} | {folder}/flags {folder}/torch.hpp.gch
 """
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Ends the build with one line that says what is missing and how to repair it."""
     raise SystemExit(f"sagellm: {message}")
 
@@ -93,7 +93,6 @@ def package_version() -> str:
     found = re.search(r'^version = "([^"]+)"', (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         fail("Cargo.toml has no version line")
-        raise AssertionError("unreachable")
     return found.group(1)
 
 
@@ -113,7 +112,6 @@ def torch_in(folder: Path, among_others: bool) -> Torch:
     found = re.search(r"^__version__ = '(\d+\.(\d+)\.[^'+]+)", (folder / "version.py").read_text(), re.MULTILINE)
     if found is None:
         fail(f"{folder / 'version.py'} has no version")
-        raise AssertionError("unreachable")
     # The name takes torch's major version to be 2, because no torch 3 is in sight.
     return Torch(folder, found.group(1), f"_C_t2{found.group(2)}" if among_others else "_C")
 
@@ -133,7 +131,6 @@ def torches() -> list[Torch]:
             "the build needs the torch it shall work with, and pip's isolated build environment hides it; install "
             "torch, then run: pip install --no-build-isolation ."
         )
-        raise AssertionError("unreachable")
     return [torch_in(Path(spec.origin).parent, among_others=False)]
 
 
@@ -226,7 +223,6 @@ def run_cargo() -> None:
         cargo = str(home) if home.is_file() else None
     if cargo is None:
         fail("cargo is missing; install Rust with: curl https://sh.rustup.rs -sSf | sh -s -- -y")
-        raise AssertionError("unreachable")
     found = re.search(r"(\d+)\.(\d+)", subprocess.run([cargo, "--version"], text=True, capture_output=True).stdout)
     if found is None or (int(found.group(1)), int(found.group(2))) < MINIMUM_RUST:
         wanted = ".".join(map(str, MINIMUM_RUST))
@@ -349,7 +345,6 @@ def find_ninja() -> str:
     found = shutil.which("ninja", path=search)
     if found is None:
         fail(f"ninja is missing; install it with: {sys.executable} -m pip install ninja")
-        raise AssertionError("unreachable")
     return found
 
 

@@ -365,12 +365,12 @@ const NAMED: [(&str, &str); 24] = [
     ("torch_ext/torch_sagellm/cli/libraries.py", "the names of variables, and which library each is for"),
     ("src/config.rs", "what a variable switches on"),
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
-    ("torch_ext/torch_sagellm/_private/register.py", "the values of the option, and a variable of torch"),
-    ("torch_ext/torch_sagellm/_private/variables.py", "the values of a variable"),
+    ("torch_ext/torch_sagellm/_private/register.py", "a variable of torch"),
+    ("torch_ext/torch_sagellm/_private/variables.py", "the values of a variable, and a variable of torch"),
     ("torch_ext/torch_sagellm/_C.pyi", "the values of the option"),
     ("torch_ext/torch_sagellm/api/backends.py", "the names of backends that users ask for"),
     ("torch_ext/torch_sagellm/__init__.pyi", "the names of backends that users ask for"),
-    ("torch_ext/torch_sagellm/__init__.py", "what the project is"),
+    ("torch_ext/torch_sagellm/__init__.py", "what the project is, and the names of backends that users ask for"),
     ("torch_ext/torch_sagellm/api/serve_as.py", "an example of a group's names"),
 ];
 

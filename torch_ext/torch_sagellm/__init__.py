@@ -10,20 +10,87 @@ used.
 from __future__ import annotations
 
 import importlib
-import re
-from pathlib import Path
 from typing import Any
 
 import _torch_sagellm_autoload
 
-
-def _listed() -> dict[str, str]:
-    """The public names and the module of this package that defines each, parsed from `__init__.pyi`."""
-    stub = __spec__.loader.get_data(str(Path(__file__).with_name("__init__.pyi"))).decode()
-    return {name: home for home, name in re.findall(r"^from torch_sagellm\.(\S+) import (\w+)", stub, re.MULTILINE)}
-
-
-_HOMES = _listed()
+#: Each module of this package that defines public names, and these names. `__init__.pyi` lists the same.
+_NAMES = {
+    "_C": ("Options",),
+    "api.backends": (
+        "CNCLBackend",
+        "CPUBackend",
+        "GlooBackend",
+        "HCCLBackend",
+        "NCCLBackend",
+        "create_comm_backend",
+        "safe_all_reduce",
+    ),
+    "api.buffers": (
+        "CommFusionBuffer",
+        "CommReport",
+        "CommunicationBuffer",
+        "batch_all_reduce",
+        "monitor_communication",
+    ),
+    "api.comm_backend": ("CommBackend",),
+    "api.compression": ("CompressionStats", "compressed_all_reduce"),
+    "api.compression_hooks": ("CompressionHook", "PowerSGDHook"),
+    "api.errors": ("CommTimeoutError",),
+    "api.formats": ("Auto", "Compression", "Half", "Int8", "TopK"),
+    "api.functional": (
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "broadcast",
+        "irecv",
+        "isend",
+        "recv",
+        "reduce_scatter",
+        "send",
+    ),
+    "api.fused": ("fused_all_reduce",),
+    "api.futures": ("CommFuture",),
+    "api.recovery": ("recover",),
+    "api.sameness": ("assert_same",),
+    "api.serve_as": ("serve_as",),
+    "api.shared": ("empty", "empty_like", "is_reachable", "share_buckets", "shared", "shared_tensors", "zeros"),
+    "collective_ops": (
+        "AllGatherOperator",
+        "AllReduceOperator",
+        "BenchmarkResult",
+        "BroadcastOperator",
+        "DistributedCommunicator",
+        "ReduceScatterOperator",
+        "create_ring_topology",
+    ),
+    "observe.explain": ("Alternative", "Batch", "Explanation", "explain"),
+    "observe.export": (
+        "Endpoint",
+        "log_to_tensorboard",
+        "prometheus_text",
+        "serve_prometheus",
+        "write_prometheus",
+        "write_trace",
+    ),
+    "observe.flight": ("convert_dumps", "dump_flight_record"),
+    "observe.inspector": ("write_inspector",),
+    "observe.recorder": ("debug_handlers",),
+    "observe.stats": ("Gathered", "gather_stats", "get_stats", "reset_stats"),
+    "observe.steps": ("StepReport", "Steps", "step"),
+    "observe.timeline": ("Merged", "merge_traces"),
+    "parallel.context": ("exchange_tokens", "ring_exchange"),
+    "parallel.groups": ("ProcessGroupManager",),
+    "parallel.moe": ("MoEDispatcher", "PendingDispatch"),
+    "parallel.overlap": ("OverlapHandle", "OverlapReport", "OverlapScheduler"),
+    "parallel.paged": ("recv_pages", "send_pages"),
+    "parallel.routing": ("Routing",),
+    "parallel.tensor": ("TensorParallelLinear",),
+    "parallel.transfer": ("PendingTransfer", "irecv_tensors", "isend_tensors", "recv_tensors", "send_tensors"),
+    "protocols.comm_backend": ("CommBackendProtocol", "CommOp"),
+    "topology": ("TopologyInfo", "TopologyManager", "select_all_reduce_algorithm"),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOMES]
 
 

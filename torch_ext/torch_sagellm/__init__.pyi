@@ -1,7 +1,7 @@
-"""The package's public names, for type checkers, for readers, and for `__init__.py`, which parses this file.
+"""The package's public names, for type checkers and for readers.
 
 Each name is listed once, in one line, with the module that defines it. That module is loaded when the name is first
-used.
+used. `__init__.py` has the same list, for programs.
 """
 
 from torch_sagellm._C import Options as Options

@@ -251,6 +251,37 @@ def test_with_no_rank_gone() -> None:
         end_well(job, [0, 1, 2])
 
 
+def without_the_group_of_rank_1(ctx: Context, how: str) -> tuple[str, Any]:
+    """Rank 1 does not get its new group: its own error has the words of a deadline, or it is late."""
+    import torch_sagellm
+    from torch_sagellm._private import groups
+    from torch_sagellm.api import recovery
+
+    def fails(self: Any, without: list[int], options: Any) -> None:
+        self.error = RuntimeError("rank 0 (mine) Timed out after 5 s in the loader")
+        self._ended.set()
+
+    ctx.init(timeout=FAR)
+    dist.barrier()
+    if ctx.rank == 1:
+        recovery._Building._run = fails if how == "fails" else lambda *_: None  # type: ignore[method-assign]
+    groups.backend_of(dist.group.WORLD).abort()
+    with pytest.raises(dist.DistBackendError) as raised:
+        torch_sagellm.recover(timeout=5)
+    error = raised.value
+    return str(error), error.missing_ranks if isinstance(error, torch_sagellm.CommTimeoutError) else None
+
+
+@pytest.mark.parametrize("how", ["fails", "is late"])
+def test_the_words_of_a_ranks_error_do_not_choose_the_class(how: str) -> None:
+    with launch(without_the_group_of_rank_1, 2, how) as job:
+        for text, missing in job.values(60):
+            if how == "fails":
+                assert missing is None and "rank 1 could not make the new group: rank 0 (mine) Timed out" in text, text
+            else:
+                assert missing == [0, 1] and "Timed out after 5 s: rank 0 (alive), rank 1 (alive)" in text, text
+
+
 def beside_one_that_is_stopped(ctx: Context) -> None:
     import torch_sagellm
 

@@ -274,9 +274,9 @@ def debug_detail(ctx: Context) -> list[float]:
     work.wait()
     group = dist.new_group(list(range(ctx.world_size)))
     dist.all_gather([torch.empty(3) for _ in range(ctx.world_size)], total, group=group)
-    assert "Wrapper" in type(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))).__name__ or (
-        total.tolist() == [float(ctx.world_size**2)] * 3
-    )
+    for each in (dist.distributed_c10d._get_default_group(), group):
+        assert "Wrapper" in type(each._get_backend(torch.device("cpu"))).__name__
+    assert total.tolist() == [float(ctx.world_size**2)] * 3
     dist.destroy_process_group()
     return [each.float().sum().item() for each in found]
 

@@ -217,6 +217,12 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
     assert read == set(checks.VARIABLES), read ^ set(checks.VARIABLES)
 
 
+def test_every_variable_that_the_build_reads_is_known() -> None:
+    """A shell that sets one for its builds also runs `doctor`."""
+    read = set(re.findall(r'"(SAGELLM_[A-Z_]+)"', (ROOT / "setup.py").read_text()))
+    assert "SAGELLM_PREBUILT" in read and not {name for name in read if not name.startswith(checks.OTHERS)}
+
+
 def test_every_variable_stands_in_the_documentation() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     assert not [name for name in checks.VARIABLES if not re.search(f"`{name}[`=]", page)]

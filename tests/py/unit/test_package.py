@@ -10,7 +10,7 @@ import torch
 from harness import in_new_process
 
 import _torch_sagellm_autoload
-from torch_sagellm._private import delegate
+from torch_sagellm._private import delegate, load, options, register, variables
 
 pytestmark = pytest.mark.quick
 
@@ -92,14 +92,62 @@ def test_the_delegate_is_checked_before_anybody_meets() -> None:
         ("delegate", "nccl", "expected one of gloo, mpi, ucc"),
         ("soft_timeout", -0.5, "expected 0 (none) or more"),
         ("soft_timeout", float("nan"), "expected 0 (none) or more"),
+        ("soft_timeout", 1e9, "expected 0 (none) or more"),
+        ("verify", "some", "expected one of off, sampled, all, sampled:warn, all:warn"),
+        ("threads", -1, "expected 0 (as torch) to 4096"),
+        ("threads", 4097, "expected 0 (as torch) to 4096"),
+        ("links", 0, "expected 1 to 16"),
+        ("links", 17, "expected 1 to 16"),
+        ("algorithm", "foo", "there is no ':'"),
+        ("topology", "foo", "the option topology is"),
     ],
 )
-def test_an_option_is_judged_where_it_is_given(option: str, value: object, expected: str) -> None:
+def test_an_option_is_judged_where_it_is_given_and_where_it_is_used(option: str, value: object, expected: str) -> None:
     import torch_sagellm
 
     with pytest.raises(ValueError, match=re.escape(expected)) as raised:
         torch_sagellm.Options(**{option: value})
     assert option in str(raised.value)
+    later = torch_sagellm.Options()
+    setattr(later, option, value)
+    with pytest.raises(ValueError) as again:
+        register._settings(load.extension(), later)
+    assert str(again.value) == str(raised.value)
+
+
+def test_a_group_has_the_words_of_its_options_as_the_core_reads_them() -> None:
+    import torch_sagellm
+
+    given = torch_sagellm.Options(engine="Delegate", delegate="GLOO", verify="All:Warn", on_device_failure="EXIT")
+    given.vendor = "Host"
+    ours = register._settings(load.extension(), given)
+    words = (ours.engine, ours.delegate, ours.verify, ours.on_device_failure, ours.vendor)
+    assert words == ("delegate", "gloo", "all:warn", "exit", "host") and given.engine == "Delegate"
+    given.vendor = ""
+    assert register._settings(load.extension(), given).vendor == "auto"
+
+
+def test_every_variable_of_an_option_overrides_it() -> None:
+    values = {
+        "SAGELLM_BLOCKING_WAIT": ("Yes", True, "1 or 0 (on or off)"),
+        "SAGELLM_FUSION": ("off", False, "1 or 0 (on or off)"),
+        "SAGELLM_LINKS": (" 3 ", 3, "a whole number from 1 to 16"),
+        "SAGELLM_MEASURE_LINK": ("0", False, "1 or 0 (on or off)"),
+        "SAGELLM_ON_DEVICE_FAILURE": ("Exit", "Exit", "one of raise, exit, none"),
+        "SAGELLM_STRICT": ("ON", True, "1 or 0 (on or off)"),
+        "SAGELLM_THREADS": ("7", 7, "a whole number from 0 (as torch) to 4096"),
+        "SAGELLM_VENDOR": ("nccl:/lib/N", "nccl:/lib/N", "one of auto, host, nccl, hccl, cncl"),
+        "SAGELLM_VERIFY": ("all:warn", "all:warn", "one of off, sampled, all, sampled:warn, all:warn"),
+        "TORCH_NCCL_BLOCKING_WAIT": ("1", True, "1 or 0 (on or off)"),
+    }
+    assert set(values) == set(variables.OVERRIDES)
+    assert options.overridden(dict.fromkeys(values, " ")) == {}
+    for name, (text, value, expected) in values.items():
+        assert options.overridden({name: text}) == {variables.OVERRIDES[name][0]: value}
+        with pytest.raises(ValueError, match=f"^sagellm: {name}='Maybe', expected {re.escape(expected)}$"):
+            options.overridden({name: "Maybe"})
+    both = {"SAGELLM_BLOCKING_WAIT": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    assert options.overridden(both) == {"blocking_wait": False}
 
 
 def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
@@ -116,7 +164,8 @@ def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
 
 
 def test_the_list_of_names_is_that_of_the_package() -> None:
-    """`__init__.pyi` has each name once and names its module, so that a type checker sees the objects that run."""
+    """`__init__.pyi` has each name once, with the module that `__init__.py` loads, so that a type checker sees the
+    objects that run."""
     import importlib
     import re
     from pathlib import Path
@@ -126,6 +175,7 @@ def test_the_list_of_names_is_that_of_the_package() -> None:
     stub = Path(torch_sagellm.__file__).with_name("__init__.pyi").read_text()
     listed = re.findall(r"^from torch_sagellm\.(\S+) import (\w+) as (\w+)$", stub, re.M)
     assert len(listed) == stub.count(" import ") and sorted(listed) == listed
+    assert {name: home for home, name, _ in listed} == torch_sagellm._HOMES
     assert sorted(torch_sagellm.__all__) == sorted({"__version__", *(name for _, name, _ in listed)})
     assert len(torch_sagellm.__all__) == len(listed) + 1
     for home, name, known in listed:
@@ -140,7 +190,6 @@ def test_a_wrong_option_is_refused_where_it_is_written() -> None:
     from pathlib import Path
 
     from torch_sagellm import Options
-    from torch_sagellm._private import options
 
     for given, said in (
         ({"fuson": True}, "there is no option 'fuson'; did you mean 'fusion'?"),

@@ -201,9 +201,9 @@ def test_it_enters_the_network_of_its_client(lone_host: str) -> None:
 
 def test_the_deadline_ends_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline also ends programs that the program has started in its process group."""
-    import harness
+    import scripts
 
-    monkeypatch.setattr(harness, "patience", float)
+    monkeypatch.setattr(scripts, "patience", float)
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPS!r}])"
     with pytest.raises(AssertionError, match="did not end within") as told:
         run_script(["-c", code], timeout=5, warm=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import resource
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch_sagellm._private import load
+from torch_sagellm._private import descriptors, load
+from torch_sagellm._private.texts import printable
 
 #: Prefix of the delegate's keys, which must differ from the rendezvous's keys in the same store.
 PREFIX = "delegate"
@@ -57,15 +57,10 @@ def _require_descriptors(options: Any) -> None:
     # A gloo group needs one connection to each other rank, its own port, its event loop, and files that it opens
     # temporarily.
     needed = options.group_size + 8
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # listing opens a descriptor itself, and none is left
-        used = limit
-    if limit != resource.RLIM_INFINITY and used + needed > limit:
+    if lack := descriptors.lack(needed):
         raise DistBackendError(
             f"sagellm: group {options.group_id!r} needs a gloo group, which opens about {needed} files, and of the "
-            f"{limit} that this process may open {used} are in use; raise the limit (ulimit -n)"
+            f"{lack.limit} that this process may open {lack.used} are in use; raise the limit (ulimit -n)"
         )
 
 
@@ -193,7 +188,7 @@ class Making:
             return own
         with contextlib.suppress(Exception):  # the store itself may be what failed
             for _ in range(10):  # the first rank to fail may be about to write its text
-                if text := _plain(self.decided._tell_failure(own)):
+                if text := printable(self.decided._tell_failure(own)):
                     return text
                 time.sleep(0.02)
         return own
@@ -213,7 +208,7 @@ class Making:
                 text = self._first(self._timed_out())
             else:
                 try:
-                    text = _plain(self.decided._told_failure())
+                    text = printable(self.decided._told_failure())
                 except Exception:  # the store is gone; the caller gets that error elsewhere
                     return
         if text:
@@ -229,11 +224,3 @@ class Making:
             "firewalls and routes (`torch-sagellm doctor --peer` does), or set GLOO_SOCKET_IFNAME on every rank to the "
             "interface that leads to the other hosts"
         )
-
-
-def _plain(text: str) -> str:
-    """Replaces unprintable characters in a text from the store.
-
-    Any process that reaches the store may write terminal controls to it.
-    """
-    return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,4 +1,4 @@
-"""Checks the arguments of ``Options``, which C++ passes to this module.
+"""Checks options: the arguments of ``Options``, which C++ passes to this module, and those of a group that is made.
 
 The error for an unknown name suggests the nearest option.
 """
@@ -62,7 +62,8 @@ def _judge(name: str, value: Any) -> None:
     expected = _JUDGES[name](value) if name in _JUDGES else None
     if expected:
         raise ValueError(f"sagellm: the option {name} is {value!r}, expected {expected}")
-    if name == "soft_timeout" and value is not None and not value >= 0:
+    # C++ counts whole milliseconds.
+    if name == "soft_timeout" and value is not None and not 0 <= value < 1e9:
         raise ValueError(f"sagellm: the option soft_timeout is {value:g} s, expected 0 (none) or more")
     if name == "threads" and not 0 <= value <= 4096:
         raise ValueError(f"sagellm: the option threads is {value}, expected 0 (as torch) to 4096")
@@ -78,6 +79,48 @@ def _judge(name: str, value: Any) -> None:
             load.extension().start_rule("all_reduce", 0, 2, value)
         except ValueError as error:
             raise ValueError(str(error).replace("the topology is", "the option topology is", 1)) from None
+
+
+def overridden(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The options that variables override, and their values; a ValueError for a wrong value. An empty variable counts
+    as unset."""
+    found: dict[str, Any] = {}
+    for variable, (option, judge) in variables.OVERRIDES.items():
+        text = environment.get(variable, "").strip()
+        if not text:
+            continue
+        if expected := judge(text):
+            raise ValueError(f"sagellm: {variable}={text!r}, expected {expected}")
+        kind = OPTIONS[option]
+        found[option] = variables.SWITCH[text.lower()] if kind is bool else kind(text)
+    return found
+
+
+def check(options: Any) -> None:
+    """Checks all options of a group that is about to be made, because a program may have set their attributes after
+    ``apply`` had checked them. Also spells words as the core expects them."""
+    options.vendor = options.vendor or "auto"
+    for name in OPTIONS:
+        value = getattr(options, name)
+        _judge(name, value)
+        if name in _SPELT:
+            setattr(options, name, _SPELT[name](value))
+
+
+def _vendor(text: str) -> str:
+    """A name in lower case, then optionally a colon and the library's file."""
+    name, colon, library = text.strip().partition(":")
+    return name.lower() + colon + library
+
+
+#: Functions that spell a valid value of an option as the core reads it.
+_SPELT: dict[str, Callable[[str], str]] = {
+    "engine": str.lower,
+    "delegate": delegate.check,
+    "vendor": _vendor,
+    "verify": str.lower,
+    "on_device_failure": str.lower,
+}
 
 
 def shown(options: Any) -> str:

@@ -13,24 +13,15 @@ import sys
 from functools import partial
 from typing import Any
 
+from torch_sagellm._private import groups
+
 
 def manager(theirs: Any, group: Any = None, *args: Any, **named: Any) -> Any:
     """Replaces torch's own manager, which is ``theirs``."""
     from torch.distributed import distributed_c10d as c10d
 
     group = group or c10d._get_default_group()
-    made, noted, backends = theirs(group, *args, **named), c10d._world.pg_coalesce_state, _ours(group)
+    made, noted, backends = theirs(group, *args, **named), c10d._world.pg_coalesce_state, groups.backends_of(group)
     if not backends or group in noted:  # not ours, or nested: the outer manager drops the region
         return made
     return sys.modules["torch_sagellm._C"]._Manager(made, backends, partial(noted.pop, group, None))
-
-
-def _ours(group: Any) -> list[Any]:
-    """The backends of a group that are ours; an empty list before the extension is loaded."""
-    extension = sys.modules.get("torch_sagellm._C")
-    if extension is None:
-        return []
-    found = [group._get_backend(device) for device in group._device_types]
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend in another object.
-    found = [getattr(backend, "wrapped_pg", backend) for backend in found]
-    return [backend for backend in found if isinstance(backend, extension.SageBackend)]

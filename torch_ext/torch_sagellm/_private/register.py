@@ -12,18 +12,10 @@ from typing import Any, NoReturn
 import _torch_sagellm_autoload
 
 NAME = "sagellm"
-#: Overrides the option ``vendor`` of every group, which selects how device tensors are carried; see docs/devices.md.
-VENDOR = "SAGELLM_VENDOR"
-
-
 #: If it is switched on, peers can reach all CPU tensors of 16 KiB or more that torch allocates after the first group.
 SHARED = "SAGELLM_SHARED_TENSORS"
-
-
 #: The folder for the status file of this process, for `torch-sagellm health` and `torch-sagellm top`.
 STATUS = "SAGELLM_STATUS_DIR"
-
-
 #: Each lock is acquired once and never released, because it guards an action that happens once per process.
 _at_exit = threading.Lock()
 _told = threading.Lock()
@@ -37,7 +29,6 @@ def create(options: Any, pg_options: Any = None) -> Any:
     options of torch.
     """
     # `_torch_sagellm_autoload` uses `regions` for torch's coalescing manager once `regions` is imported.
-    from torch_sagellm._private import delegate as _delegate
     from torch_sagellm._private import load, regions, variables  # noqa: F401
     from torch_sagellm.observe import log
 
@@ -58,10 +49,6 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
         status.start()
     ours = _settings(extension, inherited(extension, options) if pg_options is None else pg_options)
-    ours.delegate = _delegate.check(ours.delegate)
-    ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")
-    ours.on_device_failure = os.environ.get(ON_DEVICE_FAILURE, "").strip().lower() or ours.on_device_failure
-    ours.verify = os.environ.get(VERIFY, "").strip().lower() or ours.verify
     ours._library_folders = site.getsitepackages()
     _step_at_exit(extension)
     _detach_flight_recorder()
@@ -72,7 +59,9 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
     """Creates the backend of a group of some ranks of another group, in a split or a shrink. C++ calls it."""
     from torch_sagellm._private import delegate as _delegate
     from torch_sagellm._private import load
+    from torch_sagellm._private import options as _options
 
+    _options.check(ours)  # a split or a shrink may be given options of its own
     ranks = list(ours.global_ranks_in_group)
     facts = _delegate.Facts(store, rank, size, ours._timeout, ours.group_name, ranks)
     return _meet(load.extension(), facts, ours, is_part=True)
@@ -116,24 +105,6 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
     )
 
 
-#: Switches for a whole process: each variable and the option that it sets; see docs/fusion.md, determinism.md and
-#: choosing.md. If two variables set one option, the later one in this table wins.
-SWITCHES = {
-    "SAGELLM_FUSION": "fusion",
-    "SAGELLM_STRICT": "strict",
-    "SAGELLM_MEASURE_LINK": "measure_link",
-    "TORCH_NCCL_BLOCKING_WAIT": "blocking_wait",
-    "SAGELLM_BLOCKING_WAIT": "blocking_wait",
-}
-#: Overrides the option ``links``, see docs/settings.md.
-LINKS = "SAGELLM_LINKS"
-#: Overrides the option ``on_device_failure``, see docs/devices.md.
-ON_DEVICE_FAILURE = "SAGELLM_ON_DEVICE_FAILURE"
-#: Overrides the option ``verify``.
-VERIFY = "SAGELLM_VERIFY"
-_BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
-
-
 def inherited(extension: ModuleType, options: Any) -> Any:
     """The options of a group for which none were passed, as in ``new_group(ranks)`` or a ``DeviceMesh``.
 
@@ -142,6 +113,8 @@ def inherited(extension: ModuleType, options: Any) -> Any:
     defaults are used.
     """
     from torch.distributed import distributed_c10d as c10d
+
+    from torch_sagellm._private import groups as _groups
 
     ranks = set(options.global_ranks_in_group or [])
     groups = list(c10d._world.pg_map)
@@ -152,46 +125,22 @@ def inherited(extension: ModuleType, options: Any) -> Any:
         members = c10d._world.pg_group_ranks.get(group)
         if not ranks or members is None or not ranks <= set(members):
             continue
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            if isinstance(backend, extension.SageBackend):
-                found = backend.options.__copy__()
-                found._as_gloo, found._attempt = False, ""
-                return found
+        for backend in _groups.backends_of(group):
+            found = backend.options.__copy__()
+            found._as_gloo, found._attempt = False, ""
+            return found
     return extension.Options()
 
 
 def _settings(extension: ModuleType, given: Any) -> Any:
     """A copy of the user's options, or the defaults, with the values that environment variables override."""
-    from torch_sagellm._private import variables
+    from torch_sagellm._private import options as _options
 
     ours = given.__copy__() if isinstance(given, extension.Options) else extension.Options()
-    for variable, option in SWITCHES.items():
-        text = os.environ.get(variable, "").strip().lower()
-        if text and text not in _BOOLEANS:
-            raise ValueError(f"sagellm: {variable}={text!r}, expected 1 or 0 (on or off)")
-        if text:
-            setattr(ours, option, _BOOLEANS[text])
-    text = os.environ.get(variables.THREADS, "").strip()
-    if text:
-        expected = variables.RULES[variables.THREADS].judge(text)
-        if expected:
-            raise ValueError(f"sagellm: {variables.THREADS}={text!r}, expected {expected}")
-        ours.threads = int(text)
-    if links := os.environ.get(LINKS, "").strip():
-        if expected := variables.links(links):
-            raise ValueError(f"sagellm: {LINKS}={links!r}, expected {expected}")
-        ours.links = int(links)
+    for option, value in _options.overridden(os.environ).items():
+        setattr(ours, option, value)
+    _options.check(ours)
     return ours
-
-
-def _vendor(text: str) -> str:
-    """The option ``vendor`` as the core reads it: a name in lower case, then optionally a colon and the library's file.
-
-    The core checks the name before any rank meets another.
-    """
-    name, colon, library = text.strip().partition(":")
-    return name.lower() + colon + library
 
 
 def _detach_flight_recorder() -> None:

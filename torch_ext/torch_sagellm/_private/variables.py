@@ -1,7 +1,8 @@
 """Checks the values of this package's environment variables: when the first group is created, and in ``doctor``.
 
-An invalid value of some variables makes every group fail (``Rule.is_refused``). For the others it has the effect that
-``Rule.then`` states, usually that of the default; each process warns once, so that the value is noticed.
+An invalid value of a variable that overrides an option makes every group fail (``Rule.is_refused``). For the others it
+has the effect that ``Rule.then`` states, usually that of the default; each process warns once, so that the value is
+noticed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _count(text: str) -> str | None:
 MOST_LINKS = 16
 
 
-def links(text: str) -> str | None:
+def _links(text: str) -> str | None:
     is_number = text.isascii() and text.isdecimal()
     return None if is_number and 1 <= int(text) <= MOST_LINKS else f"a whole number from 1 to {MOST_LINKS}"
 
@@ -82,39 +83,52 @@ class Rule:
     judge: Callable[[str], str | None]
     #: The effect of any other value.
     then: str
-    is_refused: bool = False
     is_told: bool = False
+    #: The option of every group that the variable overrides; "" if it overrides none.
+    option: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether every group is refused because of a wrong value."""
+        return bool(self.option)
 
 
-#: Overrides the option ``threads``.
-THREADS = "SAGELLM_THREADS"
-REFUSED = "every group is refused"
+def _overrides(option: str, judge: Callable[[str], str | None]) -> Rule:
+    return Rule(judge, "every group is refused", option=option)
+
+
 RULES: dict[str, Rule] = {
-    "SAGELLM_BLOCKING_WAIT": Rule(_switch, REFUSED, True),
+    "SAGELLM_BLOCKING_WAIT": _overrides("blocking_wait", _switch),
     "SAGELLM_CACHE_DIR": Rule(_folder, "torch-sagellm tune cannot write its table"),
     "SAGELLM_CALL_SITES": Rule(_one, "no call records its line"),
     "SAGELLM_DOUBLE_AS_FLOAT": Rule(_one, "float64 is refused as without it"),
     "SAGELLM_DUMP_DIR": Rule(_folder, "a group that fails leaves no record"),
     "SAGELLM_EXPLAIN": Rule(_one, "it counts as 0"),
-    "SAGELLM_FUSION": Rule(_switch, REFUSED, True),
+    "SAGELLM_FUSION": _overrides("fusion", _switch),
     "SAGELLM_KERNELS": Rule(words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
-    "SAGELLM_LINKS": Rule(links, REFUSED, True),
+    "SAGELLM_LINKS": _overrides("links", _links),
     "SAGELLM_LOG": Rule(
         words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True
     ),
-    "SAGELLM_MEASURE_LINK": Rule(_switch, REFUSED, True),
-    "SAGELLM_ON_DEVICE_FAILURE": Rule(words("raise", "exit", "none"), REFUSED, True),
+    "SAGELLM_MEASURE_LINK": _overrides("measure_link", _switch),
+    "SAGELLM_ON_DEVICE_FAILURE": _overrides("on_device_failure", words("raise", "exit", "none")),
     "SAGELLM_RING": Rule(_whole, "a group remembers 1024 operations"),
     "SAGELLM_SHARED_BYTES": Rule(_whole, "half of the free memory is the limit"),
     "SAGELLM_SHARED_TENSORS": Rule(_switch, "it counts as 0"),
     "SAGELLM_SOFT_TIMEOUT": Rule(_seconds, "it counts as 30"),
     "SAGELLM_STATUS_DIR": Rule(_folder, "no status is written"),
-    "SAGELLM_STRICT": Rule(_switch, REFUSED, True),
-    THREADS: Rule(_count, REFUSED, True),
-    "SAGELLM_VENDOR": Rule(
-        lambda text: words("auto", "host", "nccl", "hccl", "cncl")(text.partition(":")[0]), REFUSED, True
+    "SAGELLM_STRICT": _overrides("strict", _switch),
+    "SAGELLM_THREADS": _overrides("threads", _count),
+    "SAGELLM_VENDOR": _overrides(
+        "vendor", lambda text: words("auto", "host", "nccl", "hccl", "cncl")(text.partition(":")[0])
     ),
-    "SAGELLM_VERIFY": Rule(words("off", "sampled", "all", "sampled:warn", "all:warn"), REFUSED, True),
+    "SAGELLM_VERIFY": _overrides("verify", words("off", "sampled", "all", "sampled:warn", "all:warn")),
+}
+#: Each variable that overrides an option of every group: the option, and the judge of its values. If two variables
+#: override one option, the later one in this table wins. See docs/settings.md.
+OVERRIDES: dict[str, tuple[str, Callable[[str], str | None]]] = {
+    "TORCH_NCCL_BLOCKING_WAIT": ("blocking_wait", _switch),
+    **{name: (rule.option, rule.judge) for name, rule in RULES.items() if rule.option},
 }
 
 

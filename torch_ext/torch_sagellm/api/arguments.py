@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: The reduce ops by name.
 OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "product": "PRODUCT"}
+#: These, and those that combine the bits of whole numbers.
+OPS_AND_BITWISE = {**OPS, "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 #: A reduce op as callers name it: "sum", or ``torch.distributed.ReduceOp.SUM``.
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
 #: A reduce op, or an operator that performs the reduction.
@@ -37,13 +39,18 @@ def checked_result(what: str, tensor: Any, sparse: bool = False) -> None:
     """
     checked_tensor(what, tensor)
     if tensor.is_conj() or tensor.is_neg():
-        how = "conj" if tensor.is_conj() else "neg"
-        raise ValueError(
-            f"sagellm {what}: torch.is_{how} of the tensor is true (x.conj(), x.conj().imag), and torch loses results "
-            f"for such a view; pass its base, or resolve_{how}() of it"
-        )
+        refuse_lazy_view(what, "the tensor", tensor)
     if not sparse or tensor.is_meta:
         checked_dense(what, tensor)
+
+
+def refuse_lazy_view(what: str, which: str, tensor: torch.Tensor) -> NoReturn:
+    """Raises the ValueError for a view that is conjugated or negated only when it is read; ``which`` names it."""
+    how = "conj" if tensor.is_conj() else "neg"
+    raise ValueError(
+        f"sagellm {what}: torch.is_{how} of {which} is true (x.conj(), x.conj().imag), and torch loses results "
+        f"for such a view; pass its base, or resolve_{how}() of it"
+    )
 
 
 def checked_dense(what: str, tensor: Any) -> None:

@@ -6,8 +6,6 @@ Each is a thin layer over one process group of this package (``group_choice`` fi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -15,15 +13,12 @@ from torch_sagellm._private import nearest
 from torch_sagellm.api.arguments import (
     OpOrOperator,
     Seconds,
-    as_timedelta,
-    checked_number,
     operator_or_op,
-    soft_seconds,
 )
 from torch_sagellm.api.comm_backend import CommBackend, named_vendor
-from torch_sagellm.api.group_choice import is_alive
+from torch_sagellm.api.group_choice import GroupSettings, is_alive
 from torch_sagellm.observe import log
-from torch_sagellm.topology import TopologyInfo, TopologyManager, option_of
+from torch_sagellm.topology import TopologyInfo, TopologyManager
 
 
 class CPUBackend(CommBackend):
@@ -108,8 +103,9 @@ BACKENDS: dict[str, type[CommBackend]] = {
 }
 #: The type of backend for each type of device.
 BY_DEVICE = {each.device_type: each.backend_type for each in BACKENDS.values() if each.device_type is not None}
-#: The backends that ``create_comm_backend`` has created, by its arguments.
-_made: dict[Any, CommBackend] = {}
+#: The backends that ``create_comm_backend`` has created, by the type that was asked for, the type that was chosen, and
+#: the settings.
+_made: dict[tuple[str, str, GroupSettings], CommBackend] = {}
 
 
 def create_comm_backend(
@@ -152,17 +148,11 @@ def create_comm_backend(
     if chosen not in BACKENDS:
         near = nearest.meant(asked, ["auto", *BACKENDS])
         raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}{near}")
-    checked_number("create_comm_backend", "retry", retry, least=0)
-    base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    # Convert, so that a timeout of 40 seconds and a timedelta of 40 seconds give the same key.
-    waits = (None if timeout is None else as_timedelta(timeout), soft_seconds(soft_timeout))
-    key = (asked, chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, *waits)
-    known = _made.get(key)
-    if known is not None and is_alive(known.group):
-        return known
-    made = BACKENDS[chosen](
-        rank,
-        world_size,
+    settings = GroupSettings.of(
+        "create_comm_backend",
+        BACKENDS[chosen].vendor,
+        rank=rank,
+        world_size=world_size,
         group=group,
         algorithm=algorithm,
         topology_manager=topology_manager,
@@ -171,12 +161,16 @@ def create_comm_backend(
         soft_timeout=soft_timeout,
         retry=retry,
     )
+    known = _made.get((asked, chosen, settings.in_group(group)))
+    if known is not None and is_alive(known.group):
+        return known
+    made = BACKENDS[chosen]._with(settings)
     if why:
         made.reason = f"auto: {why}"
     for stale in [each for each, backend in _made.items() if not is_alive(backend.group)]:
         del _made[stale]
     # A group that was started here is the default group from now on, so the next call looks it up under that group.
-    _made[(*key[:4], group if group is not None else dist.group.WORLD, *key[5:])] = made
+    _made[asked, chosen, settings.in_group(group)] = made
     return made
 
 

@@ -12,20 +12,18 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 import torch.distributed as dist
 
-from torch_sagellm._private import load
+from torch_sagellm._private import groups, load
 from torch_sagellm.api import fused
 from torch_sagellm.api.arguments import (
     Op,
     Seconds,
     as_timedelta,
     checked_dense,
-    checked_number,
     checked_op,
     checked_result,
     checked_root,
     in_memory,
     rows_of_slice,
-    soft_seconds,
 )
 from torch_sagellm.api.compression import (
     CompressionStats,
@@ -37,11 +35,11 @@ from torch_sagellm.api.compression_hooks import CompressionThread
 from torch_sagellm.api.errors import with_timeouts
 from torch_sagellm.api.formats import Compression
 from torch_sagellm.api.futures import CommFuture, Later
-from torch_sagellm.api.group_choice import GroupSettings, group_for, our_backend
+from torch_sagellm.api.group_choice import GroupSettings, group_for
 from torch_sagellm.observe import explain as explaining
 from torch_sagellm.observe import stats as statistics
 from torch_sagellm.protocols.comm_backend import CommBackendProtocol
-from torch_sagellm.topology import TopologyInfo, TopologyManager, option_of
+from torch_sagellm.topology import TopologyInfo, TopologyManager
 
 
 class CommBackend(CommBackendProtocol):
@@ -101,18 +99,31 @@ class CommBackend(CommBackendProtocol):
         soft_timeout: Seconds | None = None,
         retry: int = 0,
     ) -> None:
-        checked_number(type(self).__name__, "retry", retry, least=0)
-        self._check_device()
-        settings = GroupSettings(
-            vendor=self.vendor,
+        settings = GroupSettings.of(
+            type(self).__name__,
+            self.vendor,
+            rank=rank,
+            world_size=world_size,
+            group=group,
             algorithm=algorithm,
-            topology=option_of(topology_manager),
+            topology_manager=topology_manager,
             fusion=fusion,
-            timeout=None if timeout is None else as_timedelta(timeout),
-            soft_timeout=soft_seconds(soft_timeout),
+            timeout=timeout,
+            soft_timeout=soft_timeout,
             retry=retry,
         )
-        self.group: Any = group_for(group, rank, world_size, settings, type(self).__name__)
+        self._begin(settings)
+
+    @classmethod
+    def _with(cls, settings: GroupSettings) -> CommBackend:
+        """A backend with settings that were checked already."""
+        made = cls.__new__(cls)
+        made._begin(settings)
+        return made
+
+    def _begin(self, settings: GroupSettings) -> None:
+        self._check_device()
+        self.group: Any = group_for(settings, type(self).__name__)
         self.rank: int = dist.get_rank(self.group)
         self.world_size: int = dist.get_world_size(self.group)
         self._receives: Callable[[Any], bool] = load.extension()._receives
@@ -141,7 +152,7 @@ class CommBackend(CommBackendProtocol):
     def describe(self) -> str:
         """Describes the engine that serves the group and its configuration, in one line. Also says how much memory this
         process uses for tensors that peers can reach, if any."""
-        described = str(our_backend(self.group).describe())
+        described = str(groups.backend_of(self.group).describe())
         used = load.extension()._shared_usage()["used"]
         return f"{described}; {used >> 10} KiB of tensors in memory that peers can reach" if used else described
 

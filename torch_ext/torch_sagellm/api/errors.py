@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch.distributed import DistBackendError
 
 Result = TypeVar("Result")
 
-#: Recognizes the core's report that the deadline of an operation passed (tests/golden/timeout.txt).
-_TIMED_OUT = re.compile(r"\bTimed out after\b")
-#: Finds the missing ranks in this report: "rank 1 (pid ...". No parenthesis follows the rank that reports.
-_RANK = re.compile(r"\brank (\d+) \(")
+#: The beginning of the core's report that the deadline of an operation passed (tests/golden/timeout.txt). The words
+#: count nowhere else: a report of another failure may quote them, from a library or from the program's own error.
+_TIMED_OUT = re.compile(
+    r"sagellm: rank \d+ (of group '[^'\n]*' Timed out after \d+(\.\d+)? s in |Timed out waiting for rank \d+ )"
+)
+#: The lines of this report that are about a missing rank: "  rank 1 (pid ...".
+_RANK = re.compile(r"^  rank (\d+) \(", re.MULTILINE)
 
 
 class CommTimeoutError(DistBackendError, TimeoutError):  # type: ignore[misc]  # torch's class has no annotations
@@ -31,18 +34,23 @@ class CommTimeoutError(DistBackendError, TimeoutError):  # type: ignore[misc]  #
             print("no answer from ranks", error.missing_ranks)
     """
 
+    def __init__(self, text: str = "", missing: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self._missing = sorted(set(missing))
+
     @property
     def missing_ranks(self) -> list[int]:
-        """The ranks that the operation waited for, in ascending order; empty if the text names none."""
-        return sorted({int(rank) for rank in _RANK.findall(str(self))})
+        """The ranks that the operation waited for, in ascending order; empty if they are not known."""
+        return list(self._missing)
 
 
 def translated(error: DistBackendError) -> DistBackendError:
     """The same error, converted to a ``CommTimeoutError`` if it says that a deadline passed."""
     text = str(error)
-    if isinstance(error, CommTimeoutError) or not _TIMED_OUT.search(text):
+    # torch's exceptions carry nothing but a text out of C++.
+    if isinstance(error, CommTimeoutError) or not _TIMED_OUT.match(text):
         return error
-    return CommTimeoutError(text)
+    return CommTimeoutError(text, map(int, _RANK.findall(text)))
 
 
 def with_timeouts(call: Callable[[], Result]) -> Result:

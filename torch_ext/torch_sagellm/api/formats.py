@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_sagellm._private import groups
 from torch_sagellm.api import encoding, hosts
-from torch_sagellm.api.group_choice import our_backend
 
 
 class Compression(ABC):
@@ -391,5 +391,5 @@ def _whole_of_host(part: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
 
 def _has_average(group: Any) -> bool:
     """Whether our engine serves the group. It supports ReduceOp.AVG; gloo as a backend or as our delegate does not."""
-    ours = our_backend(dist.group.WORLD if group is None else group)
+    ours = groups.backend_of(dist.group.WORLD if group is None else group)
     return ours is not None and not ours.delegate_reason

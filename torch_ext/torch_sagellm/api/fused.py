@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch_sagellm._private import load
+from torch_sagellm.api.arguments import OPS_AND_BITWISE, refuse_lazy_view
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-#: Values of ``op`` in addition to a ``torch.distributed.ReduceOp``.
-OPS = {
-    "sum": "SUM",
-    "avg": "AVG",
-    "mean": "AVG",
-    "product": "PRODUCT",
-    "prod": "PRODUCT",
-    "min": "MIN",
-    "max": "MAX",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
 
 
 def fused_all_reduce(
@@ -82,7 +69,7 @@ def fused_all_reduce(
     return listed
 
 
-def _refuse(number: int, tensor: Any) -> None:
+def _refuse(number: int, tensor: Any) -> NoReturn:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -95,11 +82,7 @@ def _refuse(number: int, tensor: Any) -> None:
             f"sagellm fused_all_reduce: tensor {number} has the layout {layout}, expected a dense one; reduce it by "
             "torch.distributed.all_reduce, which takes sparse_coo, or pass to_dense() of it"
         )
-    how = "conj" if tensor.is_conj() else "neg"
-    raise ValueError(
-        f"sagellm fused_all_reduce: torch.is_{how} of tensor {number} is true (x.conj(), x.conj().imag), and torch "
-        f"loses results for such a view; pass its base, or resolve_{how}() of it"
-    )
+    refuse_lazy_view("fused_all_reduce", f"tensor {number}", tensor)
 
 
 @cache
@@ -107,9 +90,10 @@ def _named_options(op: str) -> Any:
     """The options of a reduce op by name, cached because creating them takes as long as a small operation."""
     import torch.distributed as dist
 
-    if op.lower() not in OPS:
-        raise ValueError(f"sagellm fused_all_reduce: op={op!r}, expected one of {', '.join(OPS)}")
-    return _options(getattr(dist.ReduceOp, OPS[op.lower()]))
+    name = OPS_AND_BITWISE.get(op.lower())
+    if name is None:
+        raise ValueError(f"sagellm fused_all_reduce: op={op!r}, expected one of {', '.join(OPS_AND_BITWISE)}")
+    return _options(getattr(dist.ReduceOp, name))
 
 
 def _options(op: Any) -> Any:

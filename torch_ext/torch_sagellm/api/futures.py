@@ -42,7 +42,7 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
         try:
             value()
         except Exception as error:  # torch passes on only the text of the operation's error
-            failure = dist.DistBackendError(str(error))
+            failure = error if isinstance(error, dist.DistBackendError) else dist.DistBackendError(str(error))
             found = translated(failure)
             self.set_exception(error if found is failure else found)
         else:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torch_sagellm._private import load
+from torch_sagellm._private import groups, load
+from torch_sagellm.api.arguments import Seconds, as_timedelta, checked_number, soft_seconds
 from torch_sagellm.observe import log
-from torch_sagellm.observe import stats as statistics
+from torch_sagellm.topology import TopologyInfo, TopologyManager, option_of
 
 #: The variables of torchrun's environment that ``init_process_group`` needs.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -22,28 +24,60 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
 class GroupSettings:
-    """The settings that a backend needs its group to have."""
+    """The arguments of a backend about its group. Equal arguments, in whatever form they are given, are equal here."""
 
-    def __init__(
-        self,
+    #: The option ``vendor`` of the group; None if any value is accepted.
+    vendor: str | None
+    rank: int | None
+    world_size: int | None
+    group: Any
+    algorithm: str
+    topology: str
+    fusion: bool
+    timeout: timedelta | None
+    soft_timeout: float | None
+    #: It does not matter to a group that exists.
+    retry: int = field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        who: str,
         vendor: str | None,
+        *,
+        rank: int | None,
+        world_size: int | None,
+        group: Any,
         algorithm: str,
-        topology: str,
+        topology_manager: TopologyManager | TopologyInfo | None,
         fusion: bool,
-        timeout: timedelta | None,
-        soft_timeout: float | None,
+        timeout: Seconds | None,
+        soft_timeout: Seconds | None,
         retry: int,
-    ) -> None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+    ) -> GroupSettings:
+        """Checks and converts the arguments of the call or class ``who``."""
+        checked_number(who, "retry", retry, least=0)
         # Without a device the option ``vendor`` has no effect, so a group with any value fits.
-        self.vendor = vendor if accelerator is not None else None
-        self.algorithm = algorithm
-        self.topology = topology
-        self.fusion = fusion
-        self.timeout = timeout
-        self.soft_timeout = soft_timeout
-        self.retry = retry
+        has_device = torch.accelerator.current_accelerator(check_available=True) is not None
+        return cls(
+            vendor=vendor if has_device else None,
+            rank=rank,
+            world_size=world_size,
+            group=group,
+            algorithm=algorithm,
+            topology=option_of(topology_manager),
+            fusion=fusion,
+            timeout=None if timeout is None else as_timedelta(timeout),
+            soft_timeout=soft_seconds(soft_timeout),
+            retry=retry,
+        )
+
+    def in_group(self, group: Any) -> GroupSettings:
+        """The same settings for this group, or for the default group if it is None and there is one."""
+        default = dist.group.WORLD if dist.is_initialized() else None
+        return replace(self, group=group if group is not None else default)
 
     def hold_for(self, backend: Any) -> bool:
         """Whether a group has these settings."""
@@ -71,20 +105,20 @@ class GroupSettings:
         )
 
 
-def group_for(group: Any, rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> Any:
+def group_for(settings: GroupSettings, who: str) -> Any:
     """The process group to work in: the given one, the default one, a new one over its ranks, or a new default one."""
-    if group is None and not dist.is_initialized():
-        _start(rank, world_size, settings, who)
-    base = group if group is not None else dist.group.WORLD
+    if settings.group is None and not dist.is_initialized():
+        _start(settings, who)
+    base = settings.group if settings.group is not None else dist.group.WORLD
     if base is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"sagellm {who}: this process is no member of the group")
     for name, given, found in (
-        ("rank", rank, dist.get_rank(base)),
-        ("world_size", world_size, dist.get_world_size(base)),
+        ("rank", settings.rank, dist.get_rank(base)),
+        ("world_size", settings.world_size, dist.get_world_size(base)),
     ):
         if given is not None and given != found:
             raise ValueError(f"sagellm {who}: {name} is {given}, and the process group says {found}")
-    ours = our_backend(base)
+    ours = groups.backend_of(base)
     if ours is not None and settings.hold_for(ours):
         return base
     why = "is of another backend" if ours is None else "has other settings"
@@ -127,8 +161,9 @@ def _tried(retry: int, who: str, make: Callable[[], Result]) -> Result:
     return make()
 
 
-def _start(rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> None:
+def _start(settings: GroupSettings, who: str) -> None:
     """Starts the default group: from torchrun's environment, or with this process as its only rank."""
+    rank, world_size = settings.rank, settings.world_size
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     common = {"timeout": settings.timeout, "pg_options": settings.options()}
     if not missing:
@@ -150,11 +185,6 @@ def _start(rank: int | None, world_size: int | None, settings: GroupSettings, wh
             "init_process_group first"
         )
     dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1, **common)
-
-
-def our_backend(group: Any) -> Any:
-    """The backend of this package that serves a group, or None."""
-    return statistics._backend(group)
 
 
 def is_alive(group: Any) -> bool:

@@ -8,20 +8,19 @@ partly written. The core alone decides how data is moved and combined.
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torch_sagellm._private import load, register
+from torch_sagellm._private import descriptors, load, register
 from torch_sagellm.api.arguments import (
     Op,
     Seconds,
@@ -51,19 +50,23 @@ def totals() -> Totals:
     found: Totals = {}
     # Copies, because a topology may end on another thread, which moves its counts from `_alive` to `_gone`.
     for each in [*_gone, *(counted(topology._groups) for topology in list(_alive))]:
-        for kind, tally in each.items():
-            one = found.get(kind, (0, 0, 0))
-            found[kind] = (one[0] + tally[0], one[1] + tally[1], one[2] + tally[2])
+        _add(found, each.items())
     return found
+
+
+def _add(sums: Totals, more: Iterable[tuple[str, tuple[int, int, int]]]) -> None:
+    """Adds counts of kinds to ``sums``."""
+    for kind, (number, nbytes, waiting) in more:
+        one = sums.get(kind, (0, 0, 0))
+        sums[kind] = (one[0] + number, one[1] + nbytes, one[2] + waiting)
 
 
 def counted(groups: list[Any]) -> Totals:
     """The sums of the counts of some groups."""
     found: Totals = {}
     for group in list(groups):
-        for cell in group._stats()["cells"]:
-            one = found.get(cell["kind"], (0, 0, 0))
-            found[cell["kind"]] = (one[0] + cell["count"], one[1] + cell["bytes"], one[2] + cell["waiting"])
+        cells = group._stats()["cells"]
+        _add(found, ((cell["kind"], (cell["count"], cell["bytes"], cell["waiting"])) for cell in cells))
     return found
 
 
@@ -75,9 +78,7 @@ def _end(groups: list[Any]) -> None:
     if groups:
         last = counted(groups)
         while len(_gone) > 100:  # only the newest are kept separately; the others are summed
-            for kind, tally in _gone.popleft().items():
-                one = last.get(kind, (0, 0, 0))
-                last[kind] = (one[0] + tally[0], one[1] + tally[1], one[2] + tally[2])
+            _add(last, _gone.popleft().items())
         _gone.append(last)
         groups.clear()
 
@@ -118,7 +119,7 @@ class Topology:
         self._pending: list[Call] = []
         #: Class and text of the error after which no call is accepted. The error object itself would keep its stack
         #: alive.
-        self._failure: tuple[type[dist.DistBackendError], str] | None = None
+        self._failure: tuple[Callable[[str], Exception], str] | None = None
         #: Functions to run after calls of a backward pass (`gradients`). The thread that finds a call ended runs its
         #: function.
         self._following: list[tuple[Call, Callable[[], None]]] = []
@@ -244,15 +245,15 @@ class Topology:
         until = time.monotonic() + (call.timeout or self._timeout).total_seconds()
         while not call.released and self._failure is None:
             if (left := until - time.monotonic()) <= 0:
-                error = CommTimeoutError(self._overdue(call, operation))
+                error = CommTimeoutError(*self._overdue(call, operation))
                 self._fail(error)
                 raise error
             self.changed.wait(left)
         if not call.released:
             raise self._told(call)
 
-    def _overdue(self, call: Call, operation: Operation) -> str:
-        """The error text at the deadline, with the ranks that have not made the call that this one waits for."""
+    def _overdue(self, call: Call, operation: Operation) -> tuple[str, list[int]]:
+        """The error text at the deadline, and the ranks that have not made the call that this one waits for."""
         head = (
             f"sagellm: rank {call.rank} Timed out after {(call.timeout or self._timeout).total_seconds():g} s in {call}"
         )
@@ -263,10 +264,10 @@ class Topology:
             head += f", which waits for {earlier} of rank {earlier.rank}"
             operation = next(each for each in self._unfinished() if each.calls.get(earlier.rank) is earlier)
             if operation in seen:
-                return f"{head}: these calls wait for each other's results"
+                return f"{head}: these calls wait for each other's results", []
             seen.append(operation)
         said = "; ".join(self._absence(rank, operation) for rank in missing)
-        return f"{head}{operation.place}: {said}. Where a rank needs longer, pass a larger timeout"
+        return f"{head}{operation.place}: {said}. Where a rank needs longer, pass a larger timeout", missing
 
     def _absence(self, rank: int, operation: Operation) -> str:
         if operation.place:
@@ -304,7 +305,9 @@ class Topology:
 
     def _fail(self, error: BaseException) -> None:
         """Fails all calls, and restores the previous values of the caller's tensors."""
-        kind = CommTimeoutError if isinstance(error, CommTimeoutError) else dist.DistBackendError
+        kind: Callable[[str], Exception] = dist.DistBackendError
+        if isinstance(error, CommTimeoutError):
+            kind = partial(CommTimeoutError, missing=error.missing_ranks)
         self._failure = kind, str(error) or type(error).__name__
         for call in self._pending:
             if call.result is not None and call.before is not None:
@@ -318,11 +321,10 @@ class Topology:
         """The error of a call that ends, or is refused, because another call failed."""
         assert self._failure is not None
         kind, why = self._failure
-        error: Exception = kind(
+        return kind(
             f"sagellm: {call} of rank {call.rank} cannot run, because the ranks of this process have failed: make new "
             f"ones with create_ring_topology({self.world_size}). The failure was: {why}"
         )
-        return error
 
 
 class _Made:
@@ -460,12 +462,11 @@ def _require_dense(kind: str, tensor: torch.Tensor) -> None:
 def _require_descriptors(world_size: int) -> None:
     """Raises a RuntimeError if the limit of open files is too low for the ranks, before anything is opened."""
     # Each rank watches every rank by a descriptor. While the ranks meet, each has two more, and one for its memory.
-    needed, used = world_size * (world_size + 3), len(os.listdir("/proc/self/fd"))
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and used + needed > limit:
+    needed = world_size * (world_size + 3)
+    if lack := descriptors.lack(needed):
         raise RuntimeError(
-            f"sagellm: {world_size} ranks of one process need {needed} file descriptors, and of the {limit} that this "
-            f"process may have {used} are in use; make fewer ranks, or raise the limit (ulimit -n)"
+            f"sagellm: {world_size} ranks of one process need {needed} file descriptors, and of the {lack.limit} that "
+            f"this process may have {lack.used} are in use; make fewer ranks, or raise the limit (ulimit -n)"
         )
 
 

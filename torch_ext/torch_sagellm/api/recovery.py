@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_sagellm._private import alive as _alive
+from torch_sagellm._private import groups
+from torch_sagellm._private.texts import printable
 from torch_sagellm.api.errors import CommTimeoutError
 from torch_sagellm.observe import log
-from torch_sagellm.observe import stats as statistics
 
 Result = TypeVar("Result")
 
@@ -99,7 +100,7 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: 
     base = dist.group.WORLD if group is None else group
     if base is None or base is dist.GroupMember.NON_GROUP_MEMBER or base not in c10d._world.pg_map:
         raise ValueError("sagellm recover: this process is no member of the group, or the group was destroyed")
-    backend = statistics._backend(base)
+    backend = groups.backend_of(base)
     if backend is None:
         raise ValueError(
             f"sagellm recover: the group is of backend {dist.get_backend(base)!r}, expected one that sagellm serves"
@@ -124,7 +125,7 @@ def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
     of_default = base is c10d._get_default_group()
     ranks = dist.get_process_group_ranks(base)
     gone = {ranks[place] for place in range(len(ranks)) if place not in members}
-    served = [kind for kind in base._device_types if statistics._own(base._get_backend(kind)) is backend]
+    served = [kind for kind in base._device_types if groups.own(base._get_backend(kind)) is backend]
     info: Any = {"process_group": base, "is_default_group": of_default}
     new = c10d._finalize_shrunk_group(info, gone, made)
     for kind in served:
@@ -282,7 +283,8 @@ class _Conversation:
             missing = set(self.candidates) - self.heard.called - self.heard.gone
             waited_for = missing & self.heard.alive() if self.leave_silent else missing
             if late and waited_for:
-                raise CommTimeoutError(self._silent(sorted(waited_for), "called torch_sagellm.recover()"))
+                missing_ranks = sorted(waited_for)
+                raise CommTimeoutError(self._silent(missing_ranks, "called torch_sagellm.recover()"), missing_ranks)
             if late or not missing:
                 members = [rank for rank in self.candidates if rank in self.heard.called - self.heard.gone]
                 fresh = len(members) < self.backend.size() or self.heard.faulty
@@ -311,20 +313,36 @@ class _Conversation:
                 failing = time.monotonic()  # perhaps because a member died, which is detected in under a second
             elif outcome is None and failing is not None and time.monotonic() >= failing + NOTICED:
                 rank, text = min(self.heard.failed.items())
-                outcome = self._decide("outcome", f"sagellm recover: rank {rank} could not make the new group: {text}")
+                text = f"sagellm recover: rank {rank} could not make the new group: {text}"
+                outcome = self._decide("outcome", json.dumps({"error": text}))
             elif outcome is None and self.heard.built >= set(members):
                 outcome = self._decide("outcome", "all")
             elif outcome is None and time.monotonic() >= begin + self.seconds:
                 silent = [rank for rank in members if rank not in self.heard.built]
-                outcome = self._decide("outcome", self._silent(silent, "built the new group"))
+                text = self._silent(silent, "built the new group")
+                outcome = self._decide("outcome", json.dumps({"error": text, "late": silent}))
             if outcome == "all":
                 return building.take(self.backend.options._timeout)
             if outcome == "again":
                 return None
             if outcome is not None:
-                kind = CommTimeoutError if "Timed out after" in outcome else dist.DistBackendError
-                raise kind(outcome)
+                raise self._failure(outcome)
             building.wait(PAUSE)
+
+    def _failure(self, outcome: str) -> Exception:
+        """The error that the ranks have decided to raise. Its text does not choose the class, because the text may
+        quote an error of some rank."""
+        error: Exception
+        try:
+            found = json.loads(outcome)
+            text, late = printable(found["error"]), found.get("late")
+            error = dist.DistBackendError(text) if late is None else CommTimeoutError(text, map(int, late))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            error = dist.DistBackendError(
+                f"sagellm recover: the store of the group holds no outcome, but {outcome[:100]!r}. Somebody else "
+                "writes into it"
+            )
+        return error
 
     def _look(self, waited_for: set[int], since: float) -> None:
         """For ranks on other hosts that have not called: asks their hosts whether their processes exist."""
@@ -362,14 +380,14 @@ class _Conversation:
 
     def _get(self, key: str) -> str | None:
         def read() -> str | None:
-            return _plain(self.store.get(key)) if self.store.check([key]) else None
+            return _read(self.store.get(key)) if self.store.check([key]) else None
 
         return self.requests.ask(read)
 
     def _decide(self, name: str, value: str) -> str:
         """Proposes a value; returns the value of the first rank to propose one, which may be this rank."""
         key = self._key(name)
-        return self.requests.ask(lambda: _plain(self.store.compare_set(key, "", value)))
+        return self.requests.ask(lambda: _read(self.store.compare_set(key, "", value)))
 
     def _tell(self, **facts: Any) -> None:
         """Publishes what this rank did and which ranks it sees, if that has changed."""
@@ -393,7 +411,7 @@ class _Conversation:
         def listen() -> dict[int, str]:
             count = self.store.add(self._key("news"), 0)
             keys = {place: self._key(f"news/{place}") for place in range(1, count + 1) if place not in self.heard.read}
-            return {place: _plain(self.store.get(key)) for place, key in keys.items() if self.store.check([key])}
+            return {place: _read(self.store.get(key)) for place, key in keys.items() if self.store.check([key])}
 
         for place, text in self.requests.ask(listen).items():
             self.heard.read.add(place)
@@ -414,9 +432,9 @@ class _Conversation:
             self.heard.failed[rank] = str(news["failed"])
 
 
-def _plain(value: bytes) -> str:
-    """A value of the store without unprintable characters, because any process may write to the store."""
-    return "".join(each if each.isprintable() else "?" for each in value.decode(errors="replace"))
+def _read(value: bytes) -> str:
+    """A value of the store as text."""
+    return printable(value.decode(errors="replace"))
 
 
 class _Building:

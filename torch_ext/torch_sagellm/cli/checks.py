@@ -61,9 +61,12 @@ VARIABLES = (
 #: Variables of builds and of the package's own tests, or prefixes of them.
 OTHERS = (
     "SAGELLM_EDIT",
+    "SAGELLM_LINKER",
     "SAGELLM_PREBUILT",
     "SAGELLM_SIM_",
+    "SAGELLM_SYMBOLS",
     "SAGELLM_TEST_",
+    "SAGELLM_TORCHES",
     "SAGELLM_UPDATE_GOLDEN",
     "SAGELLM_WRITE_DOCS",
 )

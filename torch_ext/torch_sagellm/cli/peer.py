@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from torch_sagellm._private import address as _address
+from torch_sagellm._private.texts import printable
 from torch_sagellm.cli import checks
 from torch_sagellm.cli.checks import ERROR, Finding
 from torch_sagellm.cli.show import fact
@@ -214,5 +215,5 @@ def _judge(mine: Side, theirs: Side, results: tuple[dict[str, str], dict[str, st
 
 
 def _clean(text: Any) -> str:
-    """A text of the peer, with unprintable characters replaced, because a terminal would obey them."""
-    return "".join(each if each.isprintable() else "?" for each in str(text))[:300]
+    """A text of the peer, at most 300 characters of it."""
+    return printable(str(text))[:300]

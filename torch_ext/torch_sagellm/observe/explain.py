@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torch_sagellm._private import nearest
+from torch_sagellm._private import groups, nearest
 from torch_sagellm._private.units import parse_size, show_time, size_text
 from torch_sagellm.observe import stats as statistics
 
@@ -206,15 +206,15 @@ def backend_of(group: Any = None) -> Any:
     import torch
     import torch.distributed as dist
 
-    from torch_sagellm._private import load
-
-    extension = load.extension()
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("sagellm: there is no process group; make one first, or say ranks= for one that might be")
-    backend = group if isinstance(group, extension.SageBackend) else group._get_backend(torch.device("cpu"))
-    if not isinstance(backend, extension.SageBackend):
-        raise ValueError(f"sagellm: the group is served by {type(backend).__name__}, which sagellm did not make")
+    if (given := groups.own(group)) is not None:
+        return given
+    found = group._get_backend(torch.device("cpu"))
+    backend = groups.own(found)
+    if backend is None:
+        raise ValueError(f"sagellm: the group is served by {type(found).__name__}, which sagellm did not make")
     return backend
 
 

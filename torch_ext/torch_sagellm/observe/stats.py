@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
+from torch_sagellm._private import groups
+
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
@@ -113,25 +115,6 @@ class Member(NamedTuple):
     backend: Any
 
 
-def _backend(group: Any) -> Any:
-    """The backend that serves a process group, or None if it is not ours."""
-    import torch
-
-    try:
-        return _own(group._get_backend(torch.device("cpu")))
-    except RuntimeError:
-        return None
-
-
-def _own(backend: Any) -> Any:
-    """A backend object of a group without torch's wrapper; None if it is not ours."""
-    from torch_sagellm._private import load
-
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in a checking group.
-    backend = getattr(backend, "wrapped_pg", backend)
-    return backend if isinstance(backend, load.extension().SageBackend) else None
-
-
 def members(group: Any = None) -> list[Member]:
     """The groups that ``group`` selects.
 
@@ -143,7 +126,7 @@ def members(group: Any = None) -> list[Member]:
     if isinstance(group, str) and group == "all":
         # A copy, because another thread may create or destroy a group meanwhile.
         names = c10d._world.pg_names
-        every = [Member(names.get(each, ""), each, _backend(each)) for each in list(c10d._world.pg_map)]
+        every = [Member(names.get(each, ""), each, groups.backend_of(each)) for each in list(c10d._world.pg_map)]
         return [each for each in every if each.backend is not None]
     if group is None:
         if not c10d.is_initialized():
@@ -151,7 +134,7 @@ def members(group: Any = None) -> list[Member]:
                 "sagellm: there is no default process group; call init_process_group first, or pass group="
             )
         group = c10d._get_default_group()
-    backend = _backend(group)
+    backend = groups.backend_of(group)
     if backend is None:
         raise ValueError(
             f"sagellm: the CPU tensors of group {group!r} are served by another backend, which keeps no statistics"

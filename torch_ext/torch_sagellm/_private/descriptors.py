@@ -1,0 +1,24 @@
+"""The limit of open files, which is compared with what a group will open before it opens anything."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import NamedTuple
+
+
+class Lack(NamedTuple):
+    """The limit of open files of this process, and the number of those that are in use."""
+
+    limit: int
+    used: int
+
+
+def lack(needed: int) -> Lack | None:
+    """The facts of a lack of file descriptors, if ``needed`` more are too many; otherwise None."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # listing opens a descriptor itself, and none is left
+        used = limit
+    return Lack(limit, used) if limit != resource.RLIM_INFINITY and used + needed > limit else None
