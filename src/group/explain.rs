@@ -15,6 +15,7 @@ use crate::select::explain::{Batch, Explanation, Past};
 use crate::select::start::{Start, Topology};
 use crate::select::{Choice, Class, OpDesc, Path, Policy};
 use crate::stats::Stats;
+use crate::stats::Typical;
 use crate::stats::export;
 use crate::stats::export::{Moment, Names};
 use crate::stats::history::{History, Record, State};
@@ -70,7 +71,17 @@ impl Group {
     /// Explains the choice for an operation. `bytes` is the size on one rank: its block for an all_gather or gather,
     /// the whole input for a scatter or reduce_scatter.
     pub fn explain(&self, kind: Kind, bytes: u64, dtype: Dtype) -> Explanation {
-        self.explain_op(OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
+        let desc = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
+        let found = self.explain_op(desc, false);
+        let payload = match kind {
+            Kind::AllReduce | Kind::Broadcast | Kind::Reduce | Kind::ReduceScatter | Kind::Barrier => bytes,
+            Kind::AllGather => bytes * self.config.size as u64,
+            // The payload depends on the rank, or on sizes that no rank knows alone.
+            _ => return found,
+        };
+        let typical = self.lock().stats.typical(kind);
+        let scaled_ns = (!typical.is_empty()).then(|| self.scaled_to_calls(desc, payload as f64, &typical) as u64);
+        Explanation { scaled_ns, ..found }
     }
 
     /// Explains the collective with this number, if it is pending or the history still contains its record.
@@ -120,16 +131,20 @@ impl Group {
                 self.config.name
             )));
         }
+        Ok(self.scaled_to_calls(OpDesc::of(request, size), payload, &typical) as u64)
+    }
+
+    /// Nanoseconds of such a call with this payload by the model, scaled to the group's `typical` calls of its kind.
+    fn scaled_to_calls(&self, own: OpDesc, payload: f64, typical: &[Typical]) -> f64 {
         // The size by which algorithms are chosen is a fixed fraction of the payload.
-        let own = OpDesc::of(request, size);
         let part = if payload > 0.0 { own.bytes as f64 / payload } else { 0.0 };
         let model = |payload: f64| {
             let desc = OpDesc { bytes: (payload * part) as u64, ..own };
             // The algorithm for an all_to_all is chosen without its size.
-            let predicted = if kind == Kind::AllToAll { 0 } else { self.explain_op(desc, false).predicted_ns };
+            let predicted = if own.kind == Kind::AllToAll { 0 } else { self.explain_op(desc, false).predicted_ns };
             if predicted > 0 { predicted as f64 } else { by_bytes(payload) }
         };
-        Ok(scaled(&typical, model, payload) as u64)
+        scaled(typical, model, payload)
     }
 
     fn explain_op(&self, desc: OpDesc, batched: bool) -> Explanation {

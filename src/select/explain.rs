@@ -35,6 +35,9 @@ pub struct Explanation {
     pub past: Option<Past>,
     /// Predicted time of the choice. 0 if the model cannot predict it.
     pub predicted_ns: u64,
+    /// The model's time, scaled to the calls that the group has made. None if it has made too few, or if the group or
+    /// the call exists no longer.
+    pub scaled_ns: Option<u64>,
     /// Measured time of the choice. None if the table has no line for this size.
     pub measured_ns: Option<u64>,
     /// Which rule, measurement or default decided.
@@ -80,6 +83,7 @@ pub fn explain(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation
         choice,
         past: None,
         predicted_ns: way_of(choice.path).map_or(0, |way| predicted(desc, way, shape, policy)),
+        scaled_ns: None,
         measured_ns: None,
         decided: format!("{}: {}", choice.reason.basis(), choice.reason.text()),
         overruled: Vec::new(),
@@ -145,6 +149,7 @@ pub fn between(
         choice: found.choice(),
         past: None,
         predicted_ns: found.predicted_ns,
+        scaled_ns: None,
         measured_ns: None,
         decided,
         overruled: overruled.into_iter().collect(),
@@ -177,6 +182,7 @@ pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, (by, why): (
         choice: Choice::DELEGATE,
         past: None,
         predicted_ns: 0,
+        scaled_ns: None,
         measured_ns: None,
         decided: format!("{} serves the group: {why}", by),
         overruled: Vec::new(),

@@ -43,8 +43,9 @@ class Explanation(TypedDict):
     reason: str
     code: int
     decided: str
-    #: Predicted and measured time; 0 if unknown.
+    #: Time by the model, the same scaled to the group's calls, and the table's measured time; 0 if unknown.
     predicted_ns: int
+    scaled_ns: int
     measured_ns: int
     table: str
     overruled: list[str]

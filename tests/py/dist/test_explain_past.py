@@ -197,7 +197,11 @@ def lived(ctx: Context) -> None:
     own = torch_sagellm.get_stats(group)["ops"]["all_reduce"]["latency"]
     assert found.seen is not None and found.seen[0] == 9 and found.seen[1] == pytest.approx(own["p50_ms"] / 1e3)
     text = str(found)
-    assert "median of 9 calls of this size" in text and "predicted   about " in text
+    assert "median of 9 calls of this size" in text and ", by the calls of this group (about " in text
+    assert found.predicted == pytest.approx(found.seen[1], rel=0.25), "the model is scaled to the group's calls"
+    assert found.by_model is not None and found.by_model != found.predicted
+    alone = torch_sagellm.explain("all_reduce", 1 << 16, ranks=ctx.world_size)
+    assert alone.predicted == alone.by_model == pytest.approx(found.by_model), "no group, no calls"
     assert torch_sagellm.explain("all_reduce", (1 << 16) + 4, group=group).seen is None, "another size class"
     assert torch_sagellm.explain("all_gather", 1000, group=group).seen[0] == 9  # type: ignore[index]
     assert torch_sagellm.explain("barrier", group=group).seen[0] >= 1  # type: ignore[index]

@@ -53,6 +53,7 @@ def answer(**changes: Any) -> Any:
         "code": 7,
         "decided": "d",
         "predicted_ns": 50_000,
+        "scaled_ns": 0,
         "measured_ns": 0,
         "table": "t",
         "overruled": [],

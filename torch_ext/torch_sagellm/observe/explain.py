@@ -29,9 +29,8 @@ ALIASES = {
 }
 #: Operations with one choice for all sizes: a barrier has no bytes, and no rank alone knows those of an all_to_all.
 WITHOUT_SIZE = ("barrier", "all_to_all")
-#: Remarks on predictions: the first for several hosts; the second for one host, because its constants were measured on
-#: another machine.
-MODEL = "by a model with fixed constants, not measured here"
+#: Remarks on times by the model: between hosts, where the group has measured the link; and on one host.
+BY_LINK = "by the link as it was measured"
 ELSEWHERE = "by constants of another machine"
 #: Prefix of the path of device tensors that go through host memory.
 STAGED = "staged: from the device to host memory and back"
@@ -49,7 +48,8 @@ class Alternative:
 
     #: The algorithm as rules name it: "slots", "rounds(128KiB)".
     way: str
-    #: Seconds by the cost model, or None if the algorithm cannot run the operation.
+    #: Seconds by the cost model alone (compare ``Explanation.by_model``), or None if the algorithm cannot run the
+    #: operation.
     predicted: float | None
     why_not: str
 
@@ -115,7 +115,7 @@ class Explanation:
     decided: str
     #: What carries the operation, as text: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
-    #: Seconds by the cost model, or None if the model does not cover the choice.
+    #: Predicted seconds: if the group has made such calls, the cost model scaled to them, else ``by_model``.
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None
@@ -137,6 +137,8 @@ class Explanation:
     staged: bool = False
     #: For a coalesced call of several dtypes: the other operations that it consists of.
     parts: list[Explanation] = field(default_factory=list)
+    #: Seconds by the cost model alone, as in ``rejected``; None if the model does not cover the choice.
+    by_model: float | None = None
     #: The group's operations of this kind and size class so far: their number, and their median time in seconds from
     #: issue to end, including waits for other ranks. None if there was none, or if no group was given.
     seen: tuple[int, float] | None = None
@@ -155,16 +157,21 @@ class Explanation:
         if self.seen is not None:
             count, median = self.seen
             lines.append(f"  in group    {show_time(median, 2)}, median of {count} calls of this size")
-        if self.predicted is not None and self.hosts == 1:
-            lines.append(f"  predicted   about {show_time(self.predicted, 1)}, {ELSEWHERE}")
-        elif self.predicted is not None:
-            lines.append(f"  predicted   about {show_time(self.predicted, 1)}, {MODEL}")
+        lines += self._prediction()
         lines += [f"  overruled   {what}" for what in self.overruled]
         lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
         if self.table:
             lines.append(f"  table       {self.table}")
         lines += [str(part) for part in self.parts]
         return "\n".join(lines)
+
+    def _prediction(self) -> list[str]:
+        model = "" if self.by_model is None else f"about {show_time(self.by_model, 1)}"
+        basis = BY_LINK if self.hosts > 1 else ELSEWHERE
+        if self.predicted is None or self.predicted == self.by_model:
+            return [f"  predicted   {model}, {basis}"] if model else []
+        alone = f" ({model} {basis})" if model else ""
+        return [f"  predicted   {show_time(self.predicted, 2)}, by the calls of this group{alone}"]
 
 
 def operation_name(op: str, known: Iterable[str]) -> str | None:
@@ -401,7 +408,8 @@ def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
         reason=found["reason"],
         decided=found["decided"],
         path=f"{STAGED}, then {path}" if staged else path,
-        predicted=seconds(found["predicted_ns"]),
+        predicted=seconds(found["scaled_ns"] or found["predicted_ns"]),
+        by_model=seconds(found["predicted_ns"]),
         measured=seconds(found["measured_ns"]),
         overruled=found["overruled"],
         rejected=[
