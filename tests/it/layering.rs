@@ -93,12 +93,8 @@ fn no_module_uses_one_above_it() {
     assert!(wrong.is_empty(), "upward arrows:\n{}", wrong.join("\n"));
 }
 
-/// The folders of `engine/` do not use each other: code that several of them need is in `engine/` itself. This list has
-/// the exceptions.
-const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
-    [("local", &["multihost", "shm"], "plays the memory and the link of ranks that are threads")];
-
-/// Files of `engine/` that all of its folders may use.
+/// The folders of `engine/` do not use each other: code that several of them need is in `engine/` itself. These are the
+/// files of `engine/` that all of its folders may use.
 const SHARED_BY_ENGINES: [&str; 3] = ["order", "pieces", "verify"];
 
 /// A module as the list of its folders' names and its file's name.
@@ -169,21 +165,15 @@ fn paths(text: &str, me: &[String]) -> Vec<Module> {
 #[test]
 fn engines_know_nothing_of_each_other() {
     let mut wrong = Vec::new();
-    let mut used = BTreeSet::new();
     for (me, others) in named_files() {
         let [engine, room, ..] = &me[..] else { continue };
         for other in others.iter().filter(|other| engine == "engine" && other[0] == "engine") {
-            let may = ROOMS_THAT_MAY_USE.iter().find(|(name, ..)| name == room);
-            if may.is_some_and(|(_, rooms, _)| rooms.contains(&&*other[1])) {
-                used.insert((room.clone(), other[1].clone()));
-            } else if other[1] != *room && !SHARED_BY_ENGINES.contains(&&*other[1]) {
+            if other[1] != *room && !SHARED_BY_ENGINES.contains(&&*other[1]) {
                 wrong.push(format!("{} uses {}", me.join("/"), other.join("/")));
             }
         }
     }
     assert!(wrong.is_empty(), "between the folders of engine/:\n{}", wrong.join("\n"));
-    let listed: usize = ROOMS_THAT_MAY_USE.iter().map(|(_, rooms, _)| rooms.len()).sum();
-    assert_eq!(used.len(), listed, "listed, and not needed any more: only {used:?} are used");
 }
 
 /// For each file, all files that it uses directly or through other files.

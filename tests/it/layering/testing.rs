@@ -1,4 +1,5 @@
-//! The product contains nothing that only tests use: the feature `testing`, and the actions of the fault points.
+//! The product contains nothing that only tests use: the feature `testing`, the functions that only tests call, and the
+//! actions of the fault points.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -85,10 +86,10 @@ fn each_function_is_called_by_the_product() {
     for (file, text) in products.iter().filter(|(file, _)| file[0] != "ffi") {
         let mut of_trait = false;
         for line in text.lines() {
-            match line.split(' ').next() {
-                Some("impl" | "unsafe") => of_trait = line.contains(" for "), // the trait's caller calls it
-                Some("}") => of_trait = false,
-                _ => (),
+            if line.starts_with("impl") || line.starts_with("unsafe impl") {
+                of_trait = line.contains(" for "); // whoever uses the trait calls it
+            } else if line == "}" {
+                of_trait = false;
             }
             let declared = line.trim_start().split_once("fn ").filter(|(words, _)| {
                 words.split(' ').all(|word| ["", "const", "unsafe"].contains(&word) || word.starts_with("pub"))

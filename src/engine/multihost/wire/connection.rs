@@ -19,6 +19,7 @@ pub struct Connection {
 }
 
 /// What carries the frames.
+#[allow(clippy::large_enum_variant)] // the usual one is reached without a further pointer
 enum Sockets {
     Single(Single),
     Several(Box<Several>),
