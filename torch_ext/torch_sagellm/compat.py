@@ -4,7 +4,7 @@ Import ``torch_sagellm.compat`` once, before the older imports. These module nam
 
 - ``sage.llm.engines.sagellm.comm_backend`` and every module below it, such as ``collective_ops`` or ``topology``: our
   module with that last name if there is one, else a module with all public names;
-- ``core.protocols.comm_backend``: ``torch_sagellm.protocols.comm_backend``;
+- ``core.protocols.comm_backend``: ``torch_sagellm.protocols.comm_backend``; ``core.protocols`` has all public names;
 - ``scaletorch.parallel.pg_manager``: ``ProcessGroupManager``, ``setup_process_group_manager`` and, as
   ``process_group_manager``, the manager that this function created.
 
@@ -43,6 +43,8 @@ MODULES = {
     "scaletorch.parallel.pg_manager": "torch_sagellm.parallel.pg_manager",
 }
 PACKAGES = {name[:at] for name in MODULES for at, letter in enumerate(name) if letter == "."}
+#: The packages that have all public names; the others are empty.
+WITH_NAMES = (COMM_BACKEND, "core.protocols")
 
 
 class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -62,7 +64,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         name = module.__spec__.name
-        if name in PACKAGES and name != COMM_BACKEND:
+        if name in PACKAGES and name not in WITH_NAMES:
             module.__doc__ = "Made by torch_sagellm.compat."
             return
         ours = MODULES.get(name, "torch_sagellm.compat")
@@ -73,6 +75,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
             module.__doc__ = "The public names of torch_sagellm, by torch_sagellm.compat."
             module.__getattr__ = public  # type: ignore[method-assign]
+            module.__dict__["__all__"] = [each for each in torch_sagellm.__all__ if not each.startswith("_")]
             return
         sys.modules[name] = importlib.import_module(ours)
 

@@ -548,19 +548,19 @@ def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
             assert end < ends[""] + (0.9 if how == "call topk" else 0.15), ends
 
 
-def crossing(ctx: Context, names: list[str]) -> dict[str, tuple[float, float]]:
+def crossing(ctx: Context, names: list[str], first: int) -> dict[str, tuple[float, float]]:
     """For each format, the bytes that left this host as a share of the tensor's bytes, and the share that the
-    statistics report."""
+    statistics report. ``first``: the number of ranks of the first host."""
     from net import INTERFACE, enter
 
     import torch_sagellm
 
-    enter(names[ctx.rank // 3])
+    enter(names[int(ctx.rank >= first)])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
     size = 1 << 19
     tensors = [torch.randn(size, generator=torch.Generator().manual_seed(rank)) for rank in range(ctx.world_size)]
     exact = torch.stack(tensors).sum(0)
-    host_sums = [torch.stack(tensors[:3]).sum(0), torch.stack(tensors[3:]).sum(0)]
+    host_sums = [torch.stack(tensors[:first]).sum(0), torch.stack(tensors[first:]).sum(0)]
 
     def left_host() -> int:
         with open("/proc/net/dev") as lines:
@@ -596,9 +596,40 @@ def crossing(ctx: Context, names: list[str]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_a_host_sends_as_few_bytes_however_many_ranks_it_has(hosts: list[str]) -> None:
+def sum_and_average(ctx: Context, names: list[str], caller: int) -> str:
+    """One rank asks for an average and the others for a sum."""
+    from net import enter
+
+    import torch_sagellm
+
+    enter(names[int(ctx.rank >= 3)])
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
+    tensor = torch.ones(5)
+    op = "avg" if ctx.rank == caller else "sum"
+    said = expect_raises(RuntimeError, lambda: torch_sagellm.compressed_all_reduce(tensor, "int8", op=op))
+    assert tensor.tolist() == [1.0] * 5
+    for count in (0, 1, 5):  # fewer elements than parts, too
+        for how in ("int8", torch_sagellm.TopK(1.0)):
+            found = torch_sagellm.compressed_all_reduce(torch.ones(count), how, key=count, op="avg")
+            torch.testing.assert_close(found, torch.ones(count))
+    stats = torch_sagellm.CompressionStats()
+    torch_sagellm.compressed_all_reduce(torch.ones(1000), "auto", stats=stats)
+    assert stats.sent_bytes == stats.plain_bytes, "small tensors are not compressed"
+    dist.barrier(group=dist.new_group())  # torch names it by the number of groups that the process has made
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.parametrize("caller", [0, 2, 4])
+def test_a_sum_and_an_average_are_told_apart_on_hosts_of_different_sizes(hosts: list[str], caller: int) -> None:
+    for said in run_fresh(sum_and_average, 5, hosts, caller, env={"GLOO_SOCKET_IFNAME": "eth0"}, timeout=120):
+        assert "some ranks called it with op='sum' and others with op='avg'" in said
+
+
+@pytest.mark.parametrize("ranks", [(3, 3), (4, 2), (3, 1)], ids=str)
+def test_a_host_sends_as_few_bytes_however_many_ranks_it_has(hosts: list[str], ranks: tuple[int, int]) -> None:
     """Compares with the counters of the link. TCP and the barriers add a few percent."""
-    for found in run_fresh(crossing, 6, hosts, env={"GLOO_SOCKET_IFNAME": "eth0"}, timeout=120):
+    for found in run_fresh(crossing, sum(ranks), hosts, ranks[0], env={"GLOO_SOCKET_IFNAME": "eth0"}, timeout=120):
         for name, most in (("int8", 0.26), ("topk", 0.0205), ("auto", 0.26)):
             wire, told = found[name]
             assert told <= most and told * 0.99 <= wire <= told * 1.06 + 0.006, (name, wire, told)

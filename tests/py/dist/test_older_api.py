@@ -109,6 +109,10 @@ def older(ctx: Context) -> None:
     import torch_sagellm.compat
 
     assert torch_sagellm.compat.install() is None  # a second call changes nothing
+    names: dict[str, object] = {}
+    exec("from sage.llm.engines.sagellm.comm_backend import *\nfrom core.protocols import CommBackendProtocol", names)
+    assert names["CommFusionBuffer"] is torch_sagellm.CommFusionBuffer
+    assert names["CommBackendProtocol"] is torch_sagellm.CommBackendProtocol
     usage(ctx)
     primitives(ctx)
     grid(ctx)

@@ -94,8 +94,8 @@ def compressed_all_reduce(
 
     Args:
         tensor: a tensor of floats (ValueError otherwise); every rank passes the same shape and dtype.
-        how: "fp16", "bf16", "int8", "topk", an object of one of the classes, or "auto": int8 between hosts, and no
-            compression on one host. On one host int8 and top-k are slower than no compression; the log says so once. A
+        how: "fp16", "bf16", "int8", "topk", an object of one of the classes, or "auto": int8 between hosts from 64
+            KiB on, and no compression on one host. On one host int8 and top-k are slower than no compression; the log says so once. A
             ``TopK`` object keeps the elements that it leaves out for the next call; with the name "topk" each call is
             independent, and these elements are lost.
         op: "sum" or "avg" ("mean").

@@ -108,9 +108,9 @@ class Int8(Compression):
 
     Every rank sums one part: it receives this part of all ranks by an all_to_all, and an all_gather distributes the
     sums. If m is the largest magnitude of a block, each addend has an error of at most m / 254; the sum then has
-    another such error for its own m. With several hosts that have the same number of ranks each (at least two), each
-    host is summed first, in full precision, and its sum is then one addend. A host then sends 25.4 % of what it would
-    send in a plain all_reduce, for any number of its ranks.
+    another such error for its own m. If a host of several has two or more ranks, each host is summed first, in full
+    precision, and its sum is then one addend. A host then sends 25.4 % of what it would send in a plain all_reduce, for
+    any number of its ranks.
 
     Args:
         block: number of elements that share a scale, at least 1 (ValueError).
@@ -140,17 +140,25 @@ class Int8(Compression):
             encoded, called = self._between(flat, group, divisor)
             _agreed(called)
             encoding.decode(encoded, self.block, flat)
-            sent = int(encoded.nbytes)
+            sent = self._bytes(flat.numel(), dist.get_world_size(group))
         else:
-            part = _part_of_host(flat, among)
-            encoded, called = self._between(part, among.across, divisor)
-            _agreed(_called_by_host(called, among, flat))
-            encoding.decode(encoded, self.block, part)
-            sent = int(encoded.nbytes) * len(among.columns)
+            part = _part_of_host(flat, group, among, divisor)
+            if among.is_in_column:
+                encoded, called = self._between(part, among.across, divisor)
+                _agreed(_called_by_host(called, among, flat))
+                encoding.decode(encoded, self.block, part)
+            sent = self._bytes(len(part), len(among.columns[0])) * len(among.columns)
             flat.copy_(_whole_of_host(part, among)[: flat.numel()])
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
         return sent
+
+    def _blocks(self, numel: int, ranks: int) -> int:
+        return math.ceil(numel / self.block / ranks) * ranks
+
+    def _bytes(self, numel: int, ranks: int) -> int:
+        """The encoded bytes of a tensor of ``numel`` elements that ``ranks`` ranks sum."""
+        return self._blocks(numel, ranks) * (encoding.SCALE_BYTES + self.block)
 
     def _between(self, flat: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, list[bool]]:
         """The encoded sum of ``flat`` over the ranks, and whether each rank asked for an average.
@@ -158,8 +166,7 @@ class Int8(Compression):
         Both steps send the other ranks' share of the encoded data, like the two steps of a plain all_reduce.
         """
         ranks = dist.get_world_size(group)
-        blocks = math.ceil(flat.numel() / self.block / ranks) * ranks
-        encoded = encoding.encoded(flat, self.block, blocks)
+        encoded = encoding.encoded(flat, self.block, self._blocks(flat.numel(), ranks))
         encoding.mark(encoded, ranks, divisor)
         every = torch.empty_like(encoded)
         dist.all_to_all_single(every, encoded, group=group)
@@ -173,9 +180,9 @@ class TopK(Compression):
     call.
 
     No element is lost, only delayed: the sum over all calls equals that of plain calls, except for the remainder at the
-    end, which ``residual(key)`` returns. With several hosts that have the same number of ranks each (at least two),
-    each host is summed first, and each of its ranks selects elements of its part of that sum. A host then sends the
-    same amount for any number of its ranks. An element is sent with its 32-bit index to every other rank (host). A
+    end, which ``residual(key)`` returns. If a host of several has two or more ranks, each host is summed first, and as
+    many of its ranks as the smallest host has select elements, each of its part of that sum. A host then sends the same
+    amount for any number of its ranks. An element is sent with its 32-bit index to every other rank (host). A
     tensor is identified by its ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a
     parameter is dropped with the parameter. A call that fails changes no remainder.
 
@@ -221,30 +228,44 @@ class TopK(Compression):
         rest = self._with_remainder(flat, parts)
         among = _among(group)
         if among is None:
-            total, sent, called = self._between(rest, group, divisor)
+            total, called = self._between(rest, group, divisor)
             _agreed(called)
+            sent = self._bytes(rest, dist.get_world_size(group))
         else:
-            part = _part_of_host(rest, among)
-            total, sent, called = self._between(part, among.across, divisor)
-            _agreed(_called_by_host(called, among, flat))
-            total, sent = _whole_of_host(total, among)[: flat.numel()], sent * len(among.columns)
-            # What remains of this rank's part of the host's sum is added to this rank's addend in the next call.
+            part = _part_of_host(rest, group, among, divisor)
+            total, sent = part, self._bytes(part, len(among.columns[0])) * len(among.columns)
+            if among.is_in_column:
+                total, called = self._between(part, among.across, divisor)
+                _agreed(_called_by_host(called, among, flat))
+            total = _whole_of_host(total, among)[: flat.numel()]
             rest.zero_()
-            begin = among.place * len(part)
-            rest[begin : begin + len(part)] = part[: max(len(rest) - begin, 0)]
+            if among.is_in_column:
+                # What remains of this rank's part of the host's sum is added to this rank's addend in the next call.
+                begin = among.place * len(part)
+                rest[begin : begin + len(part)] = part[: max(len(rest) - begin, 0)]
         flat.copy_(total)
         keys, sizes = zip(*parts, strict=True)
         for one, left in zip(keys, rest.split(sizes), strict=True):
             self._kept(one)[one] = left
         return sent
 
-    def _between(self, rest: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, int, list[bool]]:
+    def _count(self, numel: int) -> int:
+        return max(1, math.ceil(self.ratio * numel)) if numel else 0
+
+    def _bytes(self, rest: torch.Tensor, ranks: int) -> int:
+        """The bytes of the elements to send of ``rest``, for ``ranks`` ranks."""
+        index = 4 if rest.numel() <= torch.iinfo(torch.int32).max else 8
+        # Each rank's elements are sent to all other ranks. A plain all_reduce sends each of them 2 / ranks of the
+        # tensor.
+        return self._count(rest.numel()) * (index + int(rest.itemsize)) * ranks // 2
+
+    def _between(self, rest: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, list[bool]]:
         """Removes the elements to send from ``rest``.
 
-        Returns the sum of all ranks' elements, the bytes, and whether each rank asked for an average.
+        Returns the sum of all ranks' elements, and whether each rank asked for an average.
         """
         ranks = dist.get_world_size(group)
-        count = max(1, math.ceil(self.ratio * rest.numel())) if rest.numel() else 0
+        count = self._count(rest.numel())
         places = encoding.largest(rest, count)
         values = rest[places]
         rest[places] = 0
@@ -258,9 +279,7 @@ class TopK(Compression):
         # Rank by rank, so that all ranks add in the same order.
         for place, value in zip(every_place.chunk(ranks), every_value.chunk(ranks), strict=True):
             total.index_add_(0, place, value / divisor)
-        # Each rank's elements are sent to all other ranks. A plain all_reduce sends each of them 2 / ranks of the
-        # tensor.
-        return total, int(places.nbytes + values.nbytes) * ranks // 2, called
+        return total, called
 
     def _with_remainder(self, flat: torch.Tensor, parts: list[tuple[Any, int]]) -> torch.Tensor:
         """A copy of the elements, plus the remainder of earlier calls."""
@@ -280,9 +299,12 @@ class TopK(Compression):
 
 
 class Auto(Compression):
-    """int8 between hosts, and no compression if all ranks are on one host.
+    """int8 between hosts for tensors of 64 KiB and more, else no compression.
 
-    On one host int8 and top-k were slower than no compression in every measurement.
+    On one host int8 and top-k were slower than no compression in every measurement. Smaller tensors would save little
+    (64 KiB take 0.5 ms on 1 Gbit/s) and need a second exchange; a tensor of a few bytes would even become larger.
+    Between hosts int8 was measured with 4 MiB on links of up to 1 Gbit/s, where it always won; on faster links it is
+    not measured.
 
     Example::
 
@@ -290,15 +312,19 @@ class Auto(Compression):
     """
 
     name = "auto"
+    LEAST_BYTES = 64 << 10
+
+    def _compresses(self, tensor: torch.Tensor, group: Any) -> bool:
+        return tensor.nbytes >= self.LEAST_BYTES and not on_one_host(group)
 
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
-        if not on_one_host(group):
+        if self._compresses(tensor, group):
             return Int8().all_reduce(tensor, group, key)
         dist.all_reduce(tensor, group=group)
         return int(tensor.nbytes)
 
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
-        if not on_one_host(group):
+        if self._compresses(tensor, group):
             return Int8().average(tensor, group, key)
         if _has_average(group):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
@@ -335,7 +361,7 @@ def hosts_of(group: Any) -> tuple[list[Any], hosts.Hosts | None]:
     base = dist.group.WORLD if group is None else group
     if base not in _places:
         where = hosts.names(base)
-        _places[base] = (where, hosts.find(base, where))
+        _places[base] = (where, hosts.find(base, where, even=False))
     known: tuple[list[Any], hosts.Hosts | None] = _places[base]
     return known
 
@@ -365,7 +391,7 @@ def _agreed(called: list[bool]) -> None:
 
 def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) -> list[bool]:
     """Adds what the other ranks of this host have seen: each has exchanged data with one rank of every host."""
-    if not called:
+    if not called or not among.even:  # ranks of uneven hosts have compared before (`_part_of_host`)
         return called
     own = like.new_tensor([float(any(called)), float(all(called))], dtype=torch.float32)
     every = own.new_empty(2 * len(among.columns))
@@ -373,19 +399,36 @@ def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) 
     return [bool(each) for each in every.tolist()]
 
 
-def _part_of_host(flat: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
-    """This rank's part of its host's sum: the same number of elements on every rank, padded with zeros."""
-    ranks = len(among.columns)
-    size = math.ceil(flat.numel() / ranks)
-    padded = torch.nn.functional.pad(flat, (0, size * ranks - flat.numel()))
+def _part_of_host(flat: torch.Tensor, group: Any, among: hosts.Hosts, divisor: int) -> torch.Tensor:
+    """This rank's part of its host's sum: the same number of elements on every rank, padded with zeros.
+
+    A rank whose place not all hosts have gets memory of that size, which means nothing.
+    """
+    parts = len(among.columns)
+    size = math.ceil(flat.numel() / parts)
+    padded = torch.nn.functional.pad(flat, (0, size * parts - flat.numel()))
     part = padded.new_empty(size)
-    dist.reduce_scatter_tensor(part, padded, group=among.inside)
-    return part
+    if among.even:
+        dist.reduce_scatter_tensor(part, padded, group=among.inside)
+        return part
+    # Ranks without a part take no part between the hosts, so no mark says what they called: all compare first.
+    every = flat.new_empty(dist.get_world_size(group), dtype=torch.float32)
+    dist.all_gather_into_tensor(every, every.new_tensor([float(divisor > 1)]), group=group)
+    _agreed([bool(each) for each in every.tolist()])
+    dist.all_reduce(padded, group=among.inside)
+    return padded[among.place * size :][:size] if among.is_in_column else part
 
 
 def _whole_of_host(part: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
+    """All parts, in the order of the places."""
     whole = part.new_empty(part.numel() * len(among.columns))
-    dist.all_gather_into_tensor(whole, part, group=among.inside)
+    if among.even:
+        dist.all_gather_into_tensor(whole, part, group=among.inside)
+        return whole
+    for place, each in enumerate(whole.chunk(len(among.columns)) if len(whole) else ()):
+        if place == among.place:
+            each.copy_(part)
+        dist.broadcast(each, group=among.inside, group_src=place)
     return whole
 
 

@@ -17,20 +17,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a group: several hosts that have the same number of ranks each (at least two).
+    """The hosts of a group: several hosts, of which at least one has two or more ranks.
 
     All lists of ranks are in the order of the groups that are created from them.
     """
 
     #: For each rank of the group: the ranks of its host, by their place on it.
     host_of: list[list[int]]
-    #: For each place: the ranks that have it, one on each host.
+    #: For each place that all hosts have: the ranks that have it, one on each host.
     columns: list[list[int]]
-    #: This rank's place; the group of the ranks with the same place (`across`), and of the ranks on this host
-    #: (`inside`).
+    #: This rank's place; the group of the ranks with the same place (`across`; of this rank alone if not all hosts have
+    #: this place), and of the ranks on this host (`inside`, in the order of the places).
     place: int
     across: Any
     inside: Any
+    #: Whether all hosts have the same number of ranks.
+    even: bool
+
+    @property
+    def is_in_column(self) -> bool:
+        """Whether all hosts have a rank with this rank's place."""
+        return self.place < len(self.columns)
 
 
 def names(group: Any) -> list[Any]:
@@ -41,10 +48,11 @@ def names(group: Any) -> list[Any]:
     return where
 
 
-def find(group: Any, where: list[Any] | None = None) -> Hosts | None:
+def find(group: Any, where: list[Any] | None = None, even: bool = True) -> Hosts | None:
     """The hosts of a group.
 
-    None if there is one host, or if hosts have one rank or different numbers of ranks. Collective.
+    None if there is one host, if all hosts have one rank, or, with ``even``, if hosts have different numbers of ranks.
+    Collective.
 
     ``where``: the result of ``names``, if the caller has it.
     """
@@ -54,17 +62,19 @@ def find(group: Any, where: list[Any] | None = None) -> Hosts | None:
     # torch sorts the ranks of a new group, so use that order.
     order = sorted(range(len(members)), key=lambda rank: members[rank])
     hosts = {name: [rank for rank in order if where[rank] == name] for name in where}
-    here_too = hosts[here]
-    if len(hosts) < 2 or len(here_too) < 2 or any(len(host) != len(here_too) for host in hosts.values()):
+    here_too, sizes = hosts[here], {len(host) for host in hosts.values()}
+    if len(hosts) < 2 or sizes == {1} or (even and len(sizes) > 1):
         return None
     host_of = [hosts[name] for name in where]
-    columns = [[rank for rank in order if host_of[rank][place] == rank] for place in range(len(here_too))]
+    columns = [[rank for rank in order if host_of[rank][place] == rank] for place in range(min(sizes))]
     place = here_too.index(dist.get_rank(group))
 
     def of(ranks: list[int]) -> Any:
         return dist.new_group([members[rank] for rank in ranks], use_local_synchronization=True)
 
-    return Hosts(host_of, columns, place, across=of(columns[place]), inside=of(here_too))
+    # torch numbers the groups that a process makes, and derives names from the number, so every rank makes two groups.
+    across = of(columns[place] if place < len(columns) else [dist.get_rank(group)])
+    return Hosts(host_of, columns, place, across=across, inside=of(here_too), even=len(sizes) == 1)
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], hosts: Hosts) -> Tensor:
