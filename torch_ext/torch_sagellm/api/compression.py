@@ -94,10 +94,10 @@ def compressed_all_reduce(
 
     Args:
         tensor: a tensor of floats (ValueError otherwise); every rank passes the same shape and dtype.
-        how: "fp16", "bf16", "int8", "topk", an object of one of the classes, or "auto": int8 between hosts from 64
-            KiB on, and no compression on one host. On one host int8 and top-k are slower than no compression; the log says so once. A
-            ``TopK`` object keeps the elements that it leaves out for the next call; with the name "topk" each call is
-            independent, and these elements are lost.
+        how: "fp16", "bf16", "int8", "topk", an object of one of the classes, or "auto": int8 between hosts from 64 KiB
+            on, and no compression on one host. There int8 and top-k are slower than no compression; the log says so
+            once. A ``TopK`` object keeps the elements that it leaves out for the next call; with the name "topk" each
+            call is independent, and these elements are lost.
         op: "sum" or "avg" ("mean").
         key: identifies the tensor for a ``TopK`` object, which needs it (ValueError): the same key in every call for
             this tensor, and a different one for every other tensor. The parameter of a gradient is a good key. The
