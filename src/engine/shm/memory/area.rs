@@ -238,12 +238,6 @@ impl Area {
         self.segment.ptr(self.layout.body(to, channel, round), bytes)
     }
 
-    /// A word of the body buffer of a round, if it holds no data (`p2p/shares.rs`). Each is in separate cache lines.
-    pub fn share_word(&self, to: usize, channel: usize, round: u64, index: usize) -> &AtomicU64 {
-        assert!(channel < self.layout.channels, "sagellm: channel {channel} of {}", self.layout.channels);
-        self.word64(self.layout.body(to, channel, round) + index * PAIR_OF_LINES)
-    }
-
     // Leaving and faults.
 
     /// Highest operation number that `rank` has published, for stall reports.

@@ -36,6 +36,8 @@ pub const MOST_PIECES: usize = 16;
 pub const OFFER_BYTES: usize = 2 * MOST_PIECES * 16;
 /// Size of two cache lines: x86 prefetches lines in pairs, and some aarch64 CPUs have lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
+/// Number of words of an ordered pair of ranks (`Layout::pair_word`).
+const PAIR_WORDS: usize = 10;
 /// Number of control words of a rank, each on its own pair of lines.
 pub const CONTROL_WORDS: usize = 11;
 pub const FAULT_BYTES: usize = 1408;
@@ -234,9 +236,9 @@ impl Layout {
     fn word_stride(&self) -> usize {
         if self.ranks <= 16 { PAIR_OF_LINES } else { 8 }
     }
-    /// Bytes of the three words that the sender writes; the receiver's three words have the same size.
+    /// Bytes of the five words that the sender writes; the receiver's five words have the same size.
     fn side_bytes(&self) -> usize {
-        up(3 * self.word_stride(), PAIR_OF_LINES)
+        up(PAIR_WORDS / 2 * self.word_stride(), PAIR_OF_LINES)
     }
 
     pub fn group_word(&self, index: usize) -> usize {
@@ -288,7 +290,7 @@ impl Layout {
     }
     /// Words with even numbers are written by the sender, words with odd numbers by the receiver.
     pub fn pair_word(&self, from: usize, to: usize, index: usize) -> usize {
-        debug_assert!(index < 6);
+        debug_assert!(index < PAIR_WORDS);
         self.pair(from, to) + index % 2 * self.side_bytes() + index / 2 * self.word_stride()
     }
     pub fn grant(&self, from: usize, to: usize, index: u64) -> usize {
@@ -358,7 +360,7 @@ mod tests {
         }
         for from in senders.iter().copied().filter(|from| *from < l.ranks) {
             for to in (0..l.ranks).filter(|to| *to != from) {
-                areas.extend((0..6).map(|i| (l.pair_word(from, to, i), 8)));
+                areas.extend((0..PAIR_WORDS).map(|i| (l.pair_word(from, to, i), 8)));
                 for i in 0..l.envelopes {
                     areas.push((l.grant(from, to, i), 8));
                     areas.push((l.envelope(from, to, i), l.payload_offset(l.eager_bytes) + l.eager_bytes));
@@ -392,7 +394,7 @@ mod tests {
             let l = Layout::within(ranks, 1, usize::MAX).unwrap();
             let line = |index| l.pair_word(0, 1, index) / PAIR_OF_LINES;
             assert_ne!(line(0), line(1));
-            assert_eq!((line(0), line(1)) == (line(4), line(5)), ranks > 16);
+            assert_eq!((line(0), line(1)) == (line(8), line(9)), ranks > 16);
             assert_ne!(line(0), l.envelope(0, 1, 0) / PAIR_OF_LINES);
         }
     }

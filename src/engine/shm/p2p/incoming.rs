@@ -66,8 +66,6 @@ enum Progress {
 
 /// A message that both ranks may copy (`shares`).
 struct InPlace {
-    /// The channel whose words the ranks use.
-    channel: usize,
     /// Where the sender's tensor is in this process.
     at: usize,
     /// Bytes that this rank has copied.
@@ -97,7 +95,7 @@ impl InPlace {
         if let Some(lease) = &output {
             shares.set_home(lease.offset);
         }
-        Ok(InPlace { channel: shares.channel, at, copied: 0, output, all_claimed: false })
+        Ok(InPlace { at, copied: 0, output, all_claimed: false })
     }
 
     /// Copies the next share of the tensor, or checks whether all are copied.
@@ -259,7 +257,7 @@ impl Incoming {
     ) -> Result<bool> {
         let Some(Body { op, progress }) = self.bodies.front_mut() else { return Ok(false) };
         let Some(channel) = channels.of(from) else { return Ok(false) };
-        let shares = Shares { area, to: area.me, channel, round: self.round };
+        let shares = Shares { area, from, to: area.me };
         let outputs = Pieces(op.request.outputs());
         if !matches!(progress, Progress::InPlace(_)) && area.pair_word(from, area.me, READY).load(Acquire) <= self.round
         {
@@ -283,7 +281,7 @@ impl Incoming {
                 InPlaceStep::Done => true,
             },
             Progress::Staged(moved) => {
-                *moved += receive_part(shares, outputs, *moved);
+                *moved += receive_part(area, (channel, self.round), outputs, *moved);
                 *moved == outputs.bytes()
             }
         };
@@ -305,7 +303,7 @@ impl Incoming {
             match body.progress {
                 Progress::Offered => ready() <= self.round,
                 Progress::InPlace(ref message) => {
-                    let shares = Shares { area, to: area.me, channel: message.channel, round: self.round };
+                    let shares = Shares { area, from, to: area.me };
                     // A sender that has left may have changed the tensor.
                     area.left(from) || message.needs_sender(shares, Pieces(body.op.request.outputs()).bytes())
                 }
@@ -338,11 +336,10 @@ impl Incoming {
 }
 
 /// Copies the part of a message that is in the channel to offset `moved` of the outputs. Returns its size.
-fn receive_part(shares: Shares<'_>, outputs: Pieces, moved: usize) -> usize {
-    let Shares { area, to, channel, round } = shares;
+fn receive_part(area: &Area, (channel, round): (usize, u64), outputs: Pieces, moved: usize) -> usize {
     let bytes = area.layout.body_bytes.min(outputs.bytes() - moved);
     // SAFETY: the body buffer is ready and has `bytes` bytes. The outputs belong to the caller until the receive ends.
-    unsafe { outputs.write(moved, area.body(to, channel, round, bytes), bytes) };
+    unsafe { outputs.write(moved, area.body(area.me, channel, round, bytes), bytes) };
     bytes
 }
 

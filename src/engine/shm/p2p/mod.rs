@@ -64,6 +64,11 @@ const TAKEN: usize = 2;
 const GRANTS: usize = 3;
 const READY: usize = 4;
 const DRAINED: usize = 5;
+// The words of `shares`. Both ranks write CLAIMED.
+const PLACE: usize = 6;
+const HOME: usize = 7;
+const COPIED: usize = 8;
+const CLAIMED: usize = 9;
 
 /// Flags in the first word of an envelope, above the tag.
 const EAGER: u64 = 1 << 32;

@@ -84,8 +84,8 @@ impl Outgoing {
     /// Returns false if there is none. Fails if the receiver's output is not within its arena.
     pub fn share(&mut self, area: &Area, arenas: &mut Arenas, to: usize) -> Result<bool> {
         match self.bodies.front_mut() {
-            Some(Body { op, channel, progress: Progress::Lent { round, share, .. } }) => {
-                share.advance(Shares { area, to, channel: *channel, round: *round }, arenas, op)
+            Some(Body { op, progress: Progress::Lent { share, .. }, .. }) => {
+                share.advance(Shares { area, from: area.me, to }, arenas, op)
             }
             _ => Ok(false),
         }
@@ -206,8 +206,7 @@ impl Outgoing {
             }
             progress => {
                 let lease = arenas.lend(&body.op);
-                let shares = Shares { area, to, channel: body.channel, round: self.round };
-                shares.open(lease.as_ref().map(|lease| lease.offset));
+                Shares { area, from: area.me, to }.open(lease.as_ref().map(|lease| lease.offset));
                 *progress = match lease {
                     Some(lease) => {
                         body.op.record_choice(Choice::MAPPED.code());

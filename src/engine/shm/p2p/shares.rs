@@ -4,21 +4,25 @@
 //! the receiver from the sender's tensor, the sender into the receiver's. While the sender's program computes, its
 //! progress thread claims nothing, and the receiver copies everything.
 //!
-//! The words are in the body buffer of the round, which holds no data then.
+//! The words belong to the ordered pair of ranks, of which one message moves at a time. (A channel does not suffice: the
+//! receiver may lend it to another rank before this message's sender sees that it is drained, and a sender that looks for
+//! its share would take that rank's message for its own.)
 //!
 //! | word | written by | value |
 //! | --- | --- | --- |
-//! | place | sender, before READY | where the tensor begins in the sender's arena, + 1; 0: the message is staged |
-//! | claimed | sender 0, before READY; then both | number of bytes that the ranks have claimed |
-//! | home | sender 0, before READY; receiver, release | where the output begins in the receiver's arena, + 1 |
-//! | sent | sender 0, before READY; sender, release after each copy | number of bytes that the sender has copied |
+//! | PLACE | sender, before READY | where the tensor begins in the sender's arena, + 1; 0: the message is staged |
+//! | CLAIMED | sender 0, before READY; then both | number of bytes that the ranks have claimed |
+//! | HOME | sender 0, before READY; receiver, release | where the output begins in the receiver's arena, + 1 |
+//! | COPIED | sender 0, before READY; sender, release after each copy | number of bytes that the sender has copied |
 //!
-//! The message is complete when the bytes that the receiver has copied and `sent` (acquire) add up to its size.
+//! The message is complete when the bytes that the receiver has copied and COPIED (acquire) add up to its size. The
+//! sender changes the words again only when DRAINED says that this message has ended.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use super::{CLAIMED, COPIED, HOME, PLACE};
 use crate::engine::shm::memory::area::Area;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
@@ -28,59 +32,58 @@ use crate::threads;
 /// signals, deadlines and ended peers.
 const STEP_BYTES: usize = 256 << 10;
 
-/// The words of one message: those of a round of a channel of rank `to`.
+/// The words of the message that moves between two ranks.
 #[derive(Clone, Copy)]
 pub struct Shares<'a> {
     pub area: &'a Area,
+    pub from: usize,
     pub to: usize,
-    pub channel: usize,
-    pub round: u64,
 }
 
 impl<'a> Shares<'a> {
     fn word(self, index: usize) -> &'a AtomicU64 {
-        self.area.share_word(self.to, self.channel, self.round, index)
+        self.area.pair_word(self.from, self.to, index)
     }
 
     /// Called by the sender before it publishes the round. `place`: where the tensor begins in its arena; None if the
     /// message is staged.
     pub fn open(self, place: Option<usize>) {
-        self.word(0).store(place.map_or(0, |offset| offset as u64 + 1), Relaxed);
-        (1..4).for_each(|index| self.word(index).store(0, Relaxed));
+        self.word(PLACE).store(place.map_or(0, |offset| offset as u64 + 1), Relaxed);
+        [CLAIMED, HOME, COPIED].into_iter().for_each(|index| self.word(index).store(0, Relaxed));
     }
 
     /// Where the tensor begins in the sender's arena. Called by the receiver after it has seen the round.
     pub fn place(self) -> Option<usize> {
-        offset(self.word(0).load(Relaxed))
+        offset(self.word(PLACE).load(Relaxed))
     }
 
     /// Lets the sender copy into the output, which begins here in the receiver's arena.
     pub fn set_home(self, offset: usize) {
-        self.word(2).store(offset as u64 + 1, Release);
+        self.word(HOME).store(offset as u64 + 1, Release);
     }
 
     /// Where the output begins in the receiver's arena, if the sender may copy into it.
     pub fn home(self) -> Option<usize> {
-        offset(self.word(2).load(Acquire))
+        offset(self.word(HOME).load(Acquire))
     }
 
     /// Claims the next range of a message of `total` bytes. None if everything is claimed. Relaxed, because the range
     /// belongs to this rank alone: the acquire of READY or `home` orders the accesses to the tensors.
     pub fn claim(self, total: usize) -> Option<Range<usize>> {
         let bytes = STEP_BYTES * threads::count();
-        let start = usize::try_from(self.word(1).fetch_add(bytes as u64, Relaxed)).ok()?;
+        let start = usize::try_from(self.word(CLAIMED).fetch_add(bytes as u64, Relaxed)).ok()?;
         fault_points::reached(FaultPoint::RangeClaimed);
         (start < total).then(|| start..total.min(start.saturating_add(bytes)))
     }
 
     /// Called by the sender after it has copied; it has copied `bytes` in all.
     pub fn set_sent(self, bytes: usize) {
-        self.word(3).store(bytes as u64, Release);
+        self.word(COPIED).store(bytes as u64, Release);
     }
 
     /// How many bytes the sender has copied.
     pub fn sent(self) -> usize {
-        self.word(3).load(Acquire) as usize
+        self.word(COPIED).load(Acquire) as usize
     }
 }
 
