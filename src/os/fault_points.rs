@@ -62,6 +62,8 @@ enumeration! {
         SegmentWritten = 36, "after a segment is written";
         StreamSeen = 37, "before a frame of the stream is handled";
         StreamDone = 38, "after the data of a frame of the stream has arrived";
+        // As RangeClaimed.
+        HomeSought = 39, "before a sender looks for the output of a message";
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::common::{Memory, Random, on_memory, on_ranks};
 use sagellm::group::{Group, Op};
@@ -235,6 +235,67 @@ fn rule_36_both_ranks_copy_a_message_if_both_tensors_can_be_reached() {
         // A waiting thread also drives the groups of other tests, so this says nothing if the output is not shared.
         assert!(!shared || copied[0] > 0, "the sender copied nothing");
     }
+}
+
+/// A sender looks for its share when the receiver has already read its message and has lent the channel to another rank:
+/// it leaves that rank's message alone.
+#[test]
+fn rule_20_a_sender_that_looks_late_takes_no_share_of_another_ranks_message() {
+    const BYTES: usize = 1 << 20;
+    /// What has happened, in this order: rank 2 reads rank 0's message; rank 0 looks for its share; rank 2 has the
+    /// message; it reads rank 1's; rank 0's send has ended.
+    #[derive(Default)]
+    struct Order([AtomicUsize; 5]);
+    impl Order {
+        fn come(&self, step: usize) {
+            self.0[step].store(1, Relaxed);
+        }
+        fn has(&self, step: usize) -> bool {
+            self.0[step].load(Relaxed) == 1
+        }
+        fn wait(&self, step: usize) {
+            let until = Instant::now() + Duration::from_secs(10);
+            while !self.has(step) && Instant::now() < until {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+    }
+    let (order, groups) = (Arc::new(Order::default()), groups(3));
+    on_ranks(3, |me| {
+        let order = &order;
+        let theirs = Arc::clone(order);
+        let _hook = on_this_thread(move |point| match (me, point) {
+            // A waiting thread also drives groups of other tests, so a step counts only after the one before it.
+            (0, FaultPoint::HomeSought) if theirs.has(0) && !theirs.has(1) => {
+                theirs.come(1);
+                theirs.wait(3);
+            }
+            (2, FaultPoint::BodySeen) if !theirs.has(0) => {
+                theirs.come(0);
+                theirs.wait(1);
+            }
+            (2, FaultPoint::RangeClaimed) if theirs.has(2) && !theirs.has(3) => {
+                theirs.come(3);
+                theirs.wait(4);
+            }
+            _ => (),
+        });
+        if me < 2 {
+            let mut data = Memory::shared(&filled(BYTES, me as u64));
+            message(&groups[me], Kind::Send, 2, 0, &mut data).wait(None).unwrap();
+            if me == 0 {
+                order.come(4);
+            }
+            return;
+        }
+        for from in 0..2 {
+            let mut data = memory(vec![0; BYTES], from == 1); // only the second output can be reached
+            message(&groups[2], Kind::Recv, from, 0, &mut data).wait(None).unwrap();
+            assert!(data[..] == filled(BYTES, u64::from(from))[..], "the message of rank {from}");
+            order.come(2);
+        }
+        assert!((0..4).all(|step| order.has(step)), "the ranks did not come in the order of this test");
+    });
 }
 
 /// The receiver gives up while the sender copies into its output, and its program uses the output again: nothing changes

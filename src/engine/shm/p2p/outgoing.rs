@@ -284,6 +284,7 @@ impl Share {
         let inputs = Pieces(op.sent());
         let total = inputs.bytes();
         if let Share::Unknown = self {
+            fault_points::reached(FaultPoint::HomeSought);
             let Some(offset) = shares.home() else { return Ok(false) };
             let output = arenas.output(shares.area, shares.to, offset, total);
             *self = match output {
