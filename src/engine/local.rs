@@ -101,6 +101,13 @@ impl Boxes {
     fn are_cut(&self, a: usize, b: usize) -> bool {
         self.cut.contains(&a) || self.cut.contains(&b)
     }
+
+    /// Whether the message of this address will not come any more. As over a network, the receiver first gets all mail,
+    /// because the mail may say why the sender has cut its link.
+    fn is_lost(&self, (from, to, _): Address) -> bool {
+        let has_read = !self.mailboxes.contains_key(&to) || self.mail.get(&to).is_none_or(VecDeque::is_empty);
+        self.cut.contains(&to) || (self.cut.contains(&from) && has_read && !self.served.contains(&to))
+    }
 }
 
 #[derive(Default)]
@@ -310,7 +317,7 @@ impl Transfer for LocalTransfer {
                 buffer[..message.len()].copy_from_slice(&message);
                 return Ok(buffer);
             }
-            if boxes.cut.contains(&address.0) || boxes.cut.contains(&address.1) {
+            if boxes.is_lost(address) {
                 return Err(CUT.to_string().into());
             }
             let left = until.map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
@@ -328,8 +335,9 @@ impl Transfer for LocalTransfer {
         loop {
             let is_there = boxes.messages.get(address).is_some_and(|messages| !messages.is_empty());
             let left = until.saturating_duration_since(Instant::now());
-            if is_there || boxes.are_cut(address.0, address.1) || left.is_zero() {
-                return is_there || boxes.are_cut(address.0, address.1);
+            let would_end = is_there || boxes.is_lost(*address);
+            if would_end || left.is_zero() {
+                return would_end;
             }
             boxes = post.changed.wait_timeout(boxes, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -47,23 +47,22 @@ enumeration! {
         Sleeping = 24, "before a thread sleeps";
         Leaving = 25, "before a rank leaves";
         // Messages between reachable tensors (`engine/shm/p2p/shares.rs`).
-        RangeClaimed = 26, "before a claimed range of a message is copied";
+        HomeSought = 26, "before a sender looks for the output of a message";
+        RangeClaimed = 27, "before a claimed range of a message is copied";
         // Connections to other hosts (`engine/multihost/wire`).
-        Joining = 27, "before a rank says that it has joined";
-        FrameReady = 28, "before frames are written";
-        FrameWritten = 29, "after frames are written";
-        FrameSeen = 30, "before a frame is handled";
-        FrameDone = 31, "after the data of a frame has arrived";
-        BodyWanted = 32, "before a long message is asked for";
-        BodyAsked = 33, "before a long message is sent";
-        Cutting = 34, "before a rank cuts its connections";
+        Joining = 28, "before a rank says that it has joined";
+        FrameReady = 29, "before frames are written";
+        FrameWritten = 30, "after frames are written";
+        FrameSeen = 31, "before a frame is handled";
+        FrameDone = 32, "after the data of a frame has arrived";
+        BodyWanted = 33, "before a long message is asked for";
+        BodyAsked = 34, "before a long message is sent";
+        Cutting = 35, "before a rank cuts its connections";
         // Connections of several paths (`engine/multihost/wire`).
-        SegmentReady = 35, "before a segment is written";
-        SegmentWritten = 36, "after a segment is written";
-        StreamSeen = 37, "before a frame of the stream is handled";
-        StreamDone = 38, "after the data of a frame of the stream has arrived";
-        // As RangeClaimed.
-        HomeSought = 39, "before a sender looks for the output of a message";
+        SegmentReady = 36, "before a segment is written";
+        SegmentWritten = 37, "after a segment is written";
+        StreamSeen = 38, "before a frame of the stream is handled";
+        StreamDone = 39, "after the data of a frame of the stream has arrived";
     }
 }
 

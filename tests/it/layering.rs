@@ -1,8 +1,8 @@
 //! Checks the direction of dependencies. A file of `src/` uses only modules of lower layers and of the lowest one; the
 //! list of layers is in `src/lib.rs`. Engines do not use each other. No files use each other in a cycle, neither by
 //! paths nor by methods (`methods`). The folders of `cpp/` are checked by their includes (`cpp`), the Python package by
-//! its imports. Other tests check the names of tests, those that Miri runs (`miri`), and the parameters of bridged
-//! functions (`bridge`), and that the product contains nothing that only tests use (`testing`).
+//! its imports. Further tests check the names of tests, the list of tests for Miri (`miri`), the parameters of bridged
+//! functions (`bridge`), and that the product contains no code that only tests use (`testing`).
 
 mod bridge;
 mod cpp;

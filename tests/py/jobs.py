@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from in_rank import BACKEND, pool_member
 from limits import patience
-from scripts import HERE, end_server
+from scripts import HERE, end_server, without_noise
 
 POOL_SIZE = 4
 
@@ -148,7 +148,7 @@ class Rank:
 
     def output(self) -> str:
         """Everything that the rank has printed so far."""
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
+        return without_noise(self.log.read_text(errors="replace")) if self.log.exists() else ""
 
 
 class Job:
@@ -356,7 +356,7 @@ class Pool:
 
     @classmethod
     def end(cls) -> None:
-        """Asks the processes to end, and kills those that do not."""
+        """Asks the processes to end, and kills those that do not end."""
         pool, cls._one = cls._one, None
         if pool is None:
             return

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 #: The environment before the tests change it. `conftest` stores it after collection, because imports of the tests set
 #: variables, too.
 BEFORE = dict(os.environ)
+_NO_HOSTNAME = re.compile(r"(?m)^\[W[^]]*\] \[c10d\] The hostname of the client socket cannot be retrieved\..*\n")
 
 
 def end_server(process: subprocess.Popen[bytes], tmp: Path) -> None:
@@ -33,6 +35,12 @@ def end_server(process: subprocess.Popen[bytes], tmp: Path) -> None:
     if process.poll() is None:
         process.kill()
     shutil.rmtree(tmp, ignore_errors=True)
+
+
+def without_noise(output: str) -> str:
+    """The output of a program without the warning of torch's store that a name server has not answered. Whether it
+    comes depends on the machine at that moment."""
+    return _NO_HOSTNAME.sub("", output)
 
 
 class Warm:
@@ -122,7 +130,7 @@ def run_script(
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"{arguments} did not end within {limit} s\n{output[-6000:]}") from None
-    return subprocess.CompletedProcess(arguments, process.returncode, output, "")
+    return subprocess.CompletedProcess(arguments, process.returncode, without_noise(output), "")
 
 
 def in_new_process(code: str, **environment: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ const FOR_TESTS: [&str; 4] =
     ["#[cfg(test)]", "#[cfg(doctest)]", "#[cfg(feature = \"testing\")]", "#[cfg(any(test, feature = \"testing\"))]"];
 
 /// The lines of a file without comments and without each item, field or statement that only tests have. Such an item
-/// ends with the first line of its own indentation that ends it.
+/// ends at the next line with the same indentation that closes a block or a statement.
 pub(super) fn product(text: &str) -> String {
     let indent = |line: &str| line.len() - line.trim_start().len();
     let mut code = String::new();

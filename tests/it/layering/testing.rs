@@ -87,7 +87,7 @@ fn each_function_is_called_by_the_product() {
         let mut of_trait = false;
         for line in text.lines() {
             if line.starts_with("impl") || line.starts_with("unsafe impl") {
-                of_trait = line.contains(" for "); // whoever uses the trait calls it
+                of_trait = line.contains(" for "); // called through the trait
             } else if line == "}" {
                 of_trait = false;
             }

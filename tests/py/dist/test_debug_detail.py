@@ -1,5 +1,5 @@
-"""Everything that takes a group under TORCH_DISTRIBUTED_DEBUG=DETAIL, with which torch wraps the backend of every group
-in an object of its own. The table is compared with the public names, so a new one that takes a group must join it."""
+"""Every public function with a group argument under TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch wraps the backend of
+each group in another object. The table is compared with the public names, so a new function needs a row."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_everything_that_takes_a_group_is_called() -> None:
 
 
 def started(ctx: Context) -> None:
-    """The default group with options that a group without options of its own inherits."""
+    """Makes the default group with options that later groups inherit."""
     ctx.init(pg_options=torch_sagellm.Options(strict=True, fusion=True, soft_timeout=7, threads=3))
     wrapper = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert type(wrapper).__name__ == "_ProcessGroupWrapper", "torch wraps nothing here"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Lack(NamedTuple):
-    """The limit of open files of this process, and the number of those that are in use."""
+    """The limit of open files of this process, and the number of open files."""
 
     limit: int
     used: int

@@ -61,7 +61,7 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
     from torch_sagellm._private import load
     from torch_sagellm._private import options as _options
 
-    _options.check(ours)  # a split or a shrink may be given options of its own
+    _options.check(ours)  # the caller of split_group or shrink_group may pass options
     ranks = list(ours.global_ranks_in_group)
     facts = _delegate.Facts(store, rank, size, ours._timeout, ours.group_name, ranks)
     return _meet(load.extension(), facts, ours, is_part=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: The reduce ops by name.
 OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "product": "PRODUCT"}
-#: These, and those that combine the bits of whole numbers.
+#: The reduce ops by name, with the bitwise ones for integers.
 OPS_AND_BITWISE = {**OPS, "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 #: A reduce op as callers name it: "sum", or ``torch.distributed.ReduceOp.SUM``.
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
