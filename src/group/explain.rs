@@ -102,7 +102,7 @@ impl Group {
 
     /// Computes the choice again, from the recorded description.
     fn explain_called(&self, called: Called) -> Explanation {
-        let Called { number, own, route, well, host_staged } = called;
+        let Called { number, own, route, well, host_staged, took_ns } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
         let batched = called.batched();
         let desc = OpDesc::from_load(own.kind, route.load);
@@ -112,7 +112,7 @@ impl Group {
         // only when the operation ends.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
-        let past = Past { number, choice, batch: known.then_some(batch), host_staged };
+        let past = Past { number, choice, batch: known.then_some(batch), host_staged, took_ns };
         let found = if choice == Some(Choice::MAPPED) { mapped(found) } else { found };
         Explanation { desc: own, past: Some(past), ..found }
     }
@@ -168,13 +168,16 @@ struct Called {
     /// Whether it ended without an error.
     well: bool,
     host_staged: bool,
+    /// Nanoseconds from issue to end. 0 while it runs.
+    took_ns: u64,
 }
 
 impl Called {
     fn of_op(op: &CoreOp, ranks: usize) -> Called {
         let well = op.is_done() && op.error().is_none();
-        let host_staged = op.request.note.host_staged;
-        Called { number: op.number, own: OpDesc::of(&op.request, ranks), route: op.route(), well, host_staged }
+        let (host_staged, took_ns) = (op.request.note.host_staged, op.duration().as_nanos() as u64);
+        let own = OpDesc::of(&op.request, ranks);
+        Called { number: op.number, own, route: op.route(), well, host_staged, took_ns }
     }
 
     fn of_record(record: &Record, ranks: usize) -> Called {
@@ -186,7 +189,8 @@ impl Called {
         };
         let sizes = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
         let (own, well) = (OpDesc::from_load(kind, route.load), state == State::Done);
-        let called = Called { number, own, route, well, host_staged: record.note.host_staged };
+        let (host_staged, took_ns) = (record.note.host_staged, record.took());
+        let called = Called { number, own, route, well, host_staged, took_ns };
         match Choice::from_code(route.choice) {
             Choice::DELEGATE => Called { own: sizes, route: Route { load: sizes.load(), ..route }, ..called },
             _ if called.batched() => Called { own: sizes, ..called }, // the recorded load is that of the whole batch

@@ -60,6 +60,8 @@ pub struct Past {
     pub batch: Option<Batch>,
     /// Whether its tensors were on a device and were moved as copies in host memory.
     pub host_staged: bool,
+    /// Nanoseconds from its issue to its end. 0 while it runs.
+    pub took_ns: u64,
 }
 
 /// Operations that were fused.

@@ -30,7 +30,7 @@ fn alternative(to: &mut json::Object<'_>, other: &Alternative) {
 }
 
 fn past(to: &mut json::Object<'_>, past: &Past) {
-    to.number("number", past.number).flag("host_staged", past.host_staged);
+    to.number("number", past.number).flag("host_staged", past.host_staged).number("took_ns", past.took_ns);
     to.number("recorded", past.choice.map_or(0, |choice| choice.code()));
     match past.batch {
         Some(Batch { count, first, last, bytes }) => to.object("batch", |to| {

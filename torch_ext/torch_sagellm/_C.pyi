@@ -31,6 +31,8 @@ class Past(TypedDict):
     #: Code of the choice with which the operation ran, like `code` of `Explanation`; 0 before it has started.
     recorded: int
     batch: Batch | None
+    #: Nanoseconds from its issue to its end; 0 while it runs.
+    took_ns: int
 
 @final
 class Explanation(TypedDict):

@@ -50,7 +50,7 @@ _NAMES = {
         "send",
     ),
     "api.fused": ("fused_all_reduce",),
-    "api.futures": ("CommFuture",),
+    "api.futures": ("CommFuture", "CommListFuture"),
     "api.recovery": ("recover",),
     "api.sameness": ("assert_same",),
     "api.serve_as": ("serve_as",),

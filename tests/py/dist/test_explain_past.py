@@ -71,6 +71,8 @@ def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | No
         assert batch is not None and batch.operations == record["together"] >= 1, text
         assert (batch.first, batch.last) == (record["first"], record["last"]), text
         assert batch.first <= number <= batch.last and str(batch) in str(found), text
+        took = record["ended"] - record["issued"]
+        assert found.took is not None and round(found.took * 1e9) == took and "  took  " in str(found), text
         together = None if batch.nbytes is None else (batch.first, batch.last, batch.nbytes)
         said.append((found.op, found.choice, found.code, together))
     for record in (each for each in records if each["path"] == "composed"):
@@ -86,7 +88,9 @@ def one_host(context: Context) -> list[tuple[str, str, int, tuple[int, int, int]
     said = explained(group)
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     work.wait()
-    assert torch_sagellm.explain(sequence=len(said) + 1, group=group) == torch_sagellm.explain(work)
+    found = torch_sagellm.explain(work)
+    assert torch_sagellm.explain(sequence=len(said) + 1, group=group) == found
+    assert found.took is not None and 0 < found.took < 10
     paths = {row["path"] for row in torch_sagellm.get_stats(group)["sizes"]}
     assert paths == {"slots", "rounds", "message", "composed"}
     dist.destroy_process_group(group)

@@ -58,6 +58,40 @@ def test_rule_17_and_30_fused_all_reduce_gives_the_bits_of_single_calls(world_si
     run_ranks(fused, world_size)
 
 
+def asynchronous(ctx: Context) -> None:
+    import torch_sagellm
+
+    comm = torch_sagellm.create_comm_backend()
+    for op in ("sum", "max"):
+        alone = torch_sagellm.fused_all_reduce(lists(ctx.rank), op)
+        given = [lists(ctx.rank) for _ in range(4)]
+        futures = [torch_sagellm.fused_all_reduce(each, op, async_op=True) for each in given[:2]]
+        futures += [comm.fused_all_reduce(each, op, async_op=True) for each in given[2:]]
+        counted = futures[0].then(lambda ended: len(ended.value()))
+        for each, future in zip(given, futures, strict=True):
+            assert isinstance(future, torch_sagellm.CommListFuture)
+            for one, own, other in zip(future.wait(), each, alone, strict=True):
+                assert one is own, "the same tensors, in place"
+                same_bits(one, other, f"asynchronous {op} of {one.shape} {one.dtype}")
+            assert future.done()
+        assert counted.wait() == len(SHAPES) * 2
+    assert torch_sagellm.fused_all_reduce([], async_op=True).wait() == []
+    group, last = dist.new_group(), [torch.ones(3)]  # its own group, because the error ends it
+    if ctx.rank == 0:  # rank 1 makes another call: the future raises what the synchronous form would raise
+        future = torch_sagellm.fused_all_reduce(last, group=group, async_op=True)
+        said = expect_raises(dist.DistBackendError, future.wait)
+        assert "broadcast" in said, said
+    else:
+        expect_raises(dist.DistBackendError, lambda: dist.broadcast(torch.ones(3), 0, group=group))
+
+
+@beyond_gloo("asynchronous fused_all_reduce")
+@pytest.mark.quick
+def test_rule_17_an_asynchronous_list_gives_the_same_bits_and_its_future_the_list_or_the_error() -> None:
+    """Rule 17: asynchronous or not, the bits are the same."""
+    run_ranks(asynchronous, 2)
+
+
 def refused(ctx: Context) -> None:
     import torch_sagellm
 

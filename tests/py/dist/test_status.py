@@ -102,6 +102,9 @@ def test_a_job_is_ready_then_waits_then_has_a_fault(tmp_path: Path) -> None:
         assert command("health", "--dir", str(folder))[0] == watch.READY
         code, text = command("health", "--dir", str(folder), "--stall", "0")
         assert code == watch.FAULT and "all_reduce number 2 has been pending" in text
+        assert "; rank 1 has not made it; its last call was all_reduce number 1\n" in text, text
+        alone = command("health", "--dir", str(folder), "--stall", "0", "--rank", "0")[1]
+        assert "; rank 1 has not made it" in alone, "the ranks that are not judged are named too"
         code, text = command("top", "--dir", str(folder), "--once")
         row = next(line for line in text.splitlines() if line.strip().startswith("0 "))
         assert code == 0 and "all_reduce 2" in row and "pending" in row and "\x1b" not in text

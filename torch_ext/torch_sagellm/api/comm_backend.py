@@ -34,7 +34,7 @@ from torch_sagellm.api.compression import (
 from torch_sagellm.api.compression_hooks import CompressionThread
 from torch_sagellm.api.errors import with_timeouts
 from torch_sagellm.api.formats import Compression
-from torch_sagellm.api.futures import CommFuture, Later
+from torch_sagellm.api.futures import CommFuture, CommListFuture, Later
 from torch_sagellm.api.group_choice import GroupSettings, group_for
 from torch_sagellm.observe import explain as explaining
 from torch_sagellm.observe import stats as statistics
@@ -257,13 +257,27 @@ class CommBackend(CommBackendProtocol):
         result: torch.Tensor = self.all_reduce(tensor, op, timeout=timeout)
         return result
 
-    def fused_all_reduce(self, tensors: Sequence[torch.Tensor], op: Op = "sum") -> list[torch.Tensor]:
+    @overload
+    def fused_all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Op = "sum", async_op: Literal[False] = False
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def fused_all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Op = "sum", *, async_op: Literal[True]
+    ) -> CommListFuture: ...
+    @overload
+    def fused_all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Op = "sum", async_op: bool = False
+    ) -> list[torch.Tensor] | CommListFuture: ...
+    def fused_all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Op = "sum", async_op: bool = False
+    ) -> list[torch.Tensor] | CommListFuture:
         """``all_reduce`` of every tensor of a list, in place, as one operation for each dtype; returns the tensors.
 
         Any mix of shapes and dtypes; no two tensors may share memory. See ``torch_sagellm.fused_all_reduce``.
         """
         checked_op("fused_all_reduce", op)
-        return with_timeouts(lambda: fused.fused_all_reduce(tensors, op, group=self.group))
+        return with_timeouts(lambda: fused.fused_all_reduce(tensors, op, group=self.group, async_op=async_op))
 
     @overload
     def reduce(

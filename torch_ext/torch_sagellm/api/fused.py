@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from torch_sagellm._private import load
 from torch_sagellm.api.arguments import OPS_AND_BITWISE, refuse_lazy_view
@@ -14,10 +14,37 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from torch_sagellm.api.futures import CommListFuture
 
+
+@overload
 def fused_all_reduce(
-    tensors: Sequence[torch.Tensor], op: str | Any = "sum", group: dist.ProcessGroup | None = None
-) -> list[torch.Tensor]:
+    tensors: Sequence[torch.Tensor],
+    op: str | Any = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def fused_all_reduce(
+    tensors: Sequence[torch.Tensor],
+    op: str | Any = "sum",
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+) -> CommListFuture: ...
+@overload
+def fused_all_reduce(
+    tensors: Sequence[torch.Tensor],
+    op: str | Any = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> list[torch.Tensor] | CommListFuture: ...
+def fused_all_reduce(
+    tensors: Sequence[torch.Tensor],
+    op: str | Any = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> list[torch.Tensor] | CommListFuture:
     """Reduces every tensor of a list over all ranks of ``group``, in place, as one operation per dtype.
 
     Args:
@@ -26,6 +53,8 @@ def fused_all_reduce(
         op: "sum", "avg" (or "mean"), "product" (or "prod"), "min", "max", "band", "bor", "bxor", or a
             ``torch.distributed.ReduceOp``.
         group: the group; None means the default group. Groups of other backends work if they support coalescing.
+        async_op: True returns at once with a ``CommListFuture``, whose ``wait()`` returns the list. Do not use the
+            tensors before.
 
     Returns:
         The same tensors, in a new list.
@@ -59,13 +88,16 @@ def fused_all_reduce(
     process_group: Any = group if group is not None else dist.group.WORLD
     if process_group is None:
         raise ValueError("sagellm fused_all_reduce: there is no default group; call init_process_group first")
-    options = _named_options(op) if isinstance(op, str) else _options(op)
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        return listed
-    if listed:
+    options = _named_options(op, async_op) if isinstance(op, str) else _options(op, async_op)
+    work = None
+    if listed and process_group is not dist.GroupMember.NON_GROUP_MEMBER:
         work = process_group.allreduce_coalesced(listed, options)
-        if work is not None:
-            work.wait()
+    if async_op:
+        from torch_sagellm.api.futures import CommListFuture
+
+        return CommListFuture(work, listed)
+    if work is not None:
+        work.wait()
     return listed
 
 
@@ -86,23 +118,23 @@ def _refuse(number: int, tensor: Any) -> NoReturn:
 
 
 @cache
-def _named_options(op: str) -> Any:
+def _named_options(op: str, async_op: bool) -> Any:
     """The options of a reduce op by name, cached because creating them takes as long as a small operation."""
     import torch.distributed as dist
 
     name = OPS_AND_BITWISE.get(op.lower())
     if name is None:
         raise ValueError(f"sagellm fused_all_reduce: op={op!r}, expected one of {', '.join(OPS_AND_BITWISE)}")
-    return _options(getattr(dist.ReduceOp, name))
+    return _options(getattr(dist.ReduceOp, name), async_op)
 
 
-def _options(op: Any) -> Any:
+def _options(op: Any, async_op: bool) -> Any:
     import torch.distributed as dist
 
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = op
     if hasattr(options, "asyncOp"):
-        options.asyncOp = False
+        options.asyncOp = async_op
     return options
 
 

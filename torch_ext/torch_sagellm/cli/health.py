@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
         host = socket.gethostname()
         processes = [each for each in processes if each.raw["process"]["host"] == host]
     expected = len(set(parsed.rank)) if parsed.rank and parsed.expect is None else parsed.expect
-    found = watch.health(processes, expected, parsed.stall)
+    found = watch.health(processes, expected, parsed.stall, known=every)
     if not processes:
         why = watch.nobody(folder, every, parsed.rank) if folder.is_dir() else missing
         found = watch.Health(found.code, [f"{watch.NAMES[found.code]}: {why}"])

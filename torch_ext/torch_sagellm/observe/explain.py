@@ -133,6 +133,9 @@ class Explanation:
     #: The operations with which a past operation was fused. None if they are not known yet, or if the operation failed
     #: in a group on one host.
     batch: Batch | None = None
+    #: For a past operation: seconds from its issue to its end, including waits for other ranks. None while it runs, and
+    #: if a device's library carries it.
+    took: float | None = None
     #: Whether the tensors are on a device and copies of them in host memory are sent; see docs/devices.md.
     staged: bool = False
     #: For a coalesced call of several dtypes: the other operations that it consists of.
@@ -152,6 +155,8 @@ class Explanation:
         lines.append(f"  path        {self.path}")
         if self.batch is not None:
             lines.append(f"  together    {'with ' if self.batch.operations > 1 else ''}{self.batch}")
+        if self.took is not None:
+            lines.append(f"  took        {show_time(self.took, 2)}, with waits for other ranks")
         if self.measured is not None:
             lines.append(f"  measured    {show_time(self.measured)}")
         if self.seen is not None:
@@ -420,6 +425,7 @@ def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
         recorded=(past["recorded"] or None) if past else None,
         sequence=past["number"] if past else None,
         batch=_batch(past["batch"]) if past and past["batch"] else None,
+        took=seconds(past["took_ns"]) if past else None,
         staged=staged,
     )
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch_sagellm.observe import export, stats
 from torch_sagellm.observe.ras import NAMES
+from torch_sagellm.observe.watch import MESSAGES
 
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-MESSAGES = ("send", "recv")
 UNITS = ("B", "KB", "MB", "GB", "TB")
 HELP = {
     "nccl_bus_bandwidth_gbs": "Bus bandwidth of collectives in GB/s.",

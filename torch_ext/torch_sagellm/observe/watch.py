@@ -182,6 +182,8 @@ def _condition(raw: dict[str, Any], age: float, own: Here) -> str:
 
 # ------------------------------------------------------------------------------------------------- health
 
+#: Kinds of operations whose numbers count apart from those of collectives.
+MESSAGES = ("send", "recv")
 #: Exit codes of a probe; 0 means ready. 2 is not used, because it means wrong arguments.
 READY, NOT_READY, FAULT, DEAD = 0, 1, 3, 4
 NAMES = {READY: "ready", NOT_READY: "not ready", FAULT: "fault", DEAD: "dead"}
@@ -195,12 +197,19 @@ class Health:
     findings: list[str]
 
 
-def health(processes: Iterable[Process], expected: int | None = None, stall: float | None = None) -> Health:
+def health(
+    processes: Iterable[Process],
+    expected: int | None = None,
+    stall: float | None = None,
+    known: Iterable[Process] | None = None,
+) -> Health:
     """Judges processes. At least ``expected`` must exist.
 
-    No operation may be pending for longer than ``stall`` seconds.
+    No operation may be pending for longer than ``stall`` seconds. Among ``known`` the ranks are looked up that have not
+    made such an operation; None means the judged processes.
     """
     every = list(processes)
+    peers = every if known is None else list(known)
     codes, findings = [READY], []
 
     def find(code: int, text: str) -> None:
@@ -218,7 +227,8 @@ def health(processes: Iterable[Process], expected: int | None = None, stall: flo
             if group["fault"]:
                 find(FAULT, f"{each}, group {group['name']}: {group['fault']}")
             elif stall is not None and pending and each.raw["written"] - pending["since"] > stall:
-                find(FAULT, f"{each}, group {group['name']}: {called(pending, each.raw['written'])}")
+                waiting = called(pending, each.raw["written"])
+                find(FAULT, f"{each}, group {group['name']}: {waiting}{_missing(group, peers)}")
     if not every:
         find(NOT_READY, "no process has written its status")
     elif expected is not None and len(every) < expected:
@@ -232,6 +242,28 @@ def _why(process: Process) -> str:
     if process.condition == STOPPED:
         return "is stopped by a signal or a debugger"
     return f"has not written its status for {process.age:.0f} s: its interpreter does not run, or its host is gone"
+
+
+def _missing(group: dict[str, Any], processes: Iterable[Process]) -> str:
+    """The ranks that have not made the pending call of this group, and the last call of each: the end of a sentence.
+
+    Messages have numbers of their own, so a rank whose last call was a message is not judged.
+    """
+    number, late = group["pending"]["number"], []
+    if group["pending"]["kind"] in MESSAGES:
+        return ""
+    for process in processes:
+        for other in process.groups:
+            last = other["last"]
+            if other["name"] != group["name"] or other["ranks"] != group["ranks"]:
+                continue
+            if last is None:
+                late.append(f"rank {process.rank} has not made it, nor any call before it")
+            elif last["kind"] not in MESSAGES and last["number"] < number:
+                where = f" at {last['site']}" if last["site"] else ""
+                before = f"{last['kind']} number {last['number']}{where}"
+                late.append(f"rank {process.rank} has not made it; its last call was {before}")
+    return "".join(f"; {each}" for each in late)
 
 
 def called(call: dict[str, Any], now: float) -> str:
