@@ -39,6 +39,7 @@ from torch_sagellm.api.functional import reduce_scatter as reduce_scatter
 from torch_sagellm.api.functional import send as send
 from torch_sagellm.api.fused import fused_all_reduce as fused_all_reduce
 from torch_sagellm.api.futures import CommFuture as CommFuture
+from torch_sagellm.api.futures import CommListFuture as CommListFuture
 from torch_sagellm.api.recovery import recover as recover
 from torch_sagellm.api.sameness import assert_same as assert_same
 from torch_sagellm.api.serve_as import serve_as as serve_as

@@ -107,9 +107,13 @@ def test_a_cable_that_drops_packets_changes_no_bit(cables: net.Cables) -> None:
 def loses_all(ctx: Context, names: list[str], victims: list[str]) -> str:
     n, me = ctx.world_size, ctx.rank
     enter(names[me * 2 // n])
-    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=6))
+    store = dist.FileStore(f"{ctx.tmp}/store", n)
+    ctx.init(store=store, timeout=timedelta(seconds=6))
     reduced(n, me, MIB)
-    if me == 0:
+    if me != 0:
+        store.set("reduced", "here too")
+    else:
+        store.wait(["reduced"])  # without the cables, rank 1 could not get the last of its data
         for victim in victims:
             net.cut(names[0], victim)
     return expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(MIB)))

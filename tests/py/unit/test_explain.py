@@ -81,11 +81,14 @@ def test_a_past_operation_says_with_whom_it_went() -> None:
         ((1, 18, 18, -1), "together    alone"),
     ):
         together = dict(zip(("operations", "first", "last", "bytes"), batch, strict=True))
-        past = {"number": 18, "host_staged": False, "recorded": 7, "batch": together}
+        past = {"number": 18, "host_staged": False, "recorded": 7, "batch": together, "took_ns": 21_500}
         found = explain.read(answer(past=past))
         assert (found.sequence, found.recorded) == (18, 7) and words in str(found)
         assert str(found).startswith("all_reduce number 18 of 64 bytes")
-    waiting = explain.read(answer(past={"number": 18, "host_staged": False, "recorded": 0, "batch": None}))
+        assert found.took == 21.5e-6 and "took        22 us, with waits for other ranks" in str(found)
+    pending = {"number": 18, "host_staged": False, "recorded": 0, "batch": None, "took_ns": 0}
+    waiting = explain.read(answer(past=pending))
+    assert waiting.took is None and "took" not in str(waiting)
     assert (waiting.recorded, waiting.batch) == (None, None) and "together" not in str(waiting)
 
 

@@ -24,6 +24,7 @@ NAMES = {
     "Seconds": Seconds,
     "AllReduceOperator": torch_sagellm.AllReduceOperator,
     "CommBackend": torch_sagellm.CommBackend,
+    "CommListFuture": torch_sagellm.CommListFuture,
     "CommBackendProtocol": torch_sagellm.CommBackendProtocol,
     "DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
 }
@@ -98,9 +99,15 @@ def test_a_call_that_may_be_asynchronous_returns_a_tensor_or_a_future_by_its_arg
         seen.add(name)
         hints = [typing.get_type_hints(each) for each in typing.get_overloads(function)]
         by_argument = {each["async_op"]: each["return"] for each in hints}
+        result, future = (
+            (list[torch.Tensor], torch_sagellm.CommListFuture)
+            if name == "fused_all_reduce"
+            else (torch.Tensor, torch_sagellm.CommFuture)
+        )
         assert by_argument == {
-            typing.Literal[False]: torch.Tensor,
-            typing.Literal[True]: torch_sagellm.CommFuture,
-            bool: torch.Tensor | torch_sagellm.CommFuture,
+            typing.Literal[False]: result,
+            typing.Literal[True]: future,
+            bool: result | future,
         }, name
-    assert seen == {"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all"}
+    collectives = {"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all"}
+    assert seen == {*collectives, "fused_all_reduce"}
