@@ -23,7 +23,7 @@ class Place:
     def words(self) -> str:
         if self.hosts == 1:
             return f"{self.ranks} ranks, 1 host"
-        link = f"{self.delay_ms:g} ms" if self.delay_ms else self.rate
+        link = f"{self.delay_ms:g} ms" if self.delay_ms else self.rate or "no limit"
         return f"{self.hosts} hosts x {self.ranks // self.hosts}, {link}"
 
 
