@@ -11,7 +11,7 @@ use crate::common::{Random, cut, on_memory, on_ranks, plain};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::engine::multihost::link::Link;
-use sagellm::engine::multihost::wire::{Place, Wire, join};
+use sagellm::engine::multihost::wire::{Over, Place, Wire, join};
 use sagellm::error::ErrorKind;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};
@@ -150,7 +150,7 @@ fn wire_links(ranks: usize) -> Vec<Arc<dyn Link>> {
     on_ranks(ranks, |rank| {
         let place =
             Place { store: &store, id: [7; 16], rank, size: ranks, address: "127.0.0.1", paths: &[], timeout: LONG };
-        Arc::new(join(&Wire::new().unwrap(), &place).unwrap()) as Arc<dyn Link>
+        Arc::new(join(&Wire::new(&Over::Tcp).unwrap(), &place).unwrap()) as Arc<dyn Link>
     })
 }
 

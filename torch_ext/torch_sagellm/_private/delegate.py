@@ -110,7 +110,7 @@ class Facts:
     global_ranks_in_group: list[int]
 
 
-def make(name: str, options: Any, decided: Any, addresses: list[str], links: int = 1) -> list[Any]:
+def make(name: str, options: Any, decided: Any, addresses: list[str], links: int = 1, link: str = "tcp") -> list[Any]:
     """Connects the ranks of a group that spans hosts, or creates a group's delegate. Every rank calls it.
 
     It succeeds on all ranks, or all ranks raise the same error, at the latest a second after the group's timeout,
@@ -122,7 +122,7 @@ def make(name: str, options: Any, decided: Any, addresses: list[str], links: int
     def run() -> list[Any]:
         if decided.spans_hosts:
             paths = [addresses[number % len(addresses)] for number in range(links)] if links > 1 else []
-            decided._connect(addresses[0], " ".join(paths))
+            decided._connect(addresses[0], " ".join(paths), link)
             return []
         # Keys of an earlier attempt at the same group may be in the store, and gloo would use them.
         made = build(wanted, options, f"{PREFIX}/{decided.id}", addresses)

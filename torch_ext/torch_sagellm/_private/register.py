@@ -104,7 +104,16 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
     chosen = addresses.chosen(decided.network)
     alive.announce(options.store, options.group_rank, chosen, agreed=bool(decided.network))
     links = max(ours.links, len(chosen) if os.environ.get(address.OURS, "").strip() else 1)
-    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen, links))
+    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen, links, _link()))
+
+
+def _link() -> str:
+    """What carries the bytes between hosts, with the interfaces that UCX uses if the user named ours."""
+    from torch_sagellm._private import address, variables
+
+    link = os.environ.get(variables.LINK, "").strip().lower() or "tcp"
+    names = [name.strip() for name in os.environ.get(address.OURS, "").split(",") if name.strip()]
+    return f"{link}:{','.join(names)}" if names else link
 
 
 def _refuse_mpi(group: str, reason: str) -> NoReturn:
@@ -182,6 +191,8 @@ def _settings(extension: ModuleType, given: Any) -> Any:
         if expected := variables.links(links):
             raise ValueError(f"sagellm: {LINKS}={links!r}, expected {expected}")
         ours.links = int(links)
+    if expected := variables.RULES[variables.LINK].judge(link := os.environ.get(variables.LINK, "").strip() or "tcp"):
+        raise ValueError(f"sagellm: {variables.LINK}={link!r}, expected {expected}")
     return ours
 
 

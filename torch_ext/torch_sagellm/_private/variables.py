@@ -86,6 +86,8 @@ class Rule:
     is_told: bool = False
 
 
+#: What carries bytes between hosts.
+LINK = "SAGELLM_LINK"
 #: Overrides the option ``threads``.
 THREADS = "SAGELLM_THREADS"
 REFUSED = "every group is refused"
@@ -98,6 +100,7 @@ RULES: dict[str, Rule] = {
     "SAGELLM_EXPLAIN": Rule(_one, "it counts as 0"),
     "SAGELLM_FUSION": Rule(_switch, REFUSED, True),
     "SAGELLM_KERNELS": Rule(words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
+    LINK: Rule(words("tcp", "ucx"), REFUSED, True),
     "SAGELLM_LINKS": Rule(links, REFUSED, True),
     "SAGELLM_LOG": Rule(
         words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use once_cell::sync::OnceCell;
 
+use super::carried::Carried;
 use super::frame::{Frame, HEAD, Kind};
 use super::memory::{Memory, Pieces};
 use super::path::Socket;
@@ -21,6 +22,7 @@ use super::sockets;
 pub use super::transfer::Outgoing;
 use super::transfer::{End, Events, Target};
 use super::{ProcessId, Wire};
+use crate::engine::multihost::ucx::Worker;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::os::watch;
@@ -45,6 +47,8 @@ pub struct Connection {
     inn: Mutex<In>,
     /// Set if several TCP connections carry the frames. `fd`, `out` and `inn` are then unused.
     several: Option<Box<Several>>,
+    /// Set if UCX carries the frames. `out` and `inn` are then unused.
+    carried: Option<Box<Carried>>,
     /// Why the connection failed. Set once.
     broken: OnceCell<String>,
 }
@@ -109,8 +113,18 @@ impl Connection {
             out: Mutex::default(),
             inn: Mutex::new(inn),
             several: None,
+            carried: None,
             broken: OnceCell::new(),
         }
+    }
+
+    /// A connection whose frames UCX carries. `fd`: the TCP connection beside it.
+    pub fn by_ucx(worker: &Arc<Worker>, token: u64, peer: ProcessId, fd: OwnedFd) -> Connection {
+        let carried = Carried::new(worker, token, fd.as_raw_fd());
+        let mut made = Connection::new(token, peer, fd);
+        made.inn = Mutex::new(In { buffer: Box::default(), from: 0, to: 0, current: None });
+        made.carried = Some(Box::new(carried));
+        made
     }
 
     /// A connection that consists of several sockets. `first` is the first one; `attach` adds the others.
@@ -126,12 +140,17 @@ impl Connection {
             out: Mutex::default(),
             inn: Mutex::new(inn),
             several: Some(Box::new(several)),
+            carried: None,
             broken: OnceCell::new(),
         }
     }
 
     pub fn several(&self) -> Option<&Several> {
         self.several.as_deref()
+    }
+
+    pub fn carried(&self) -> Option<&Carried> {
+        self.carried.as_deref()
     }
 
     pub fn fd(&self) -> i32 {
@@ -163,14 +182,27 @@ impl Connection {
         if let Some(several) = &self.several {
             return several.is_flushed();
         }
+        if let Some(carried) = &self.carried {
+            return carried.is_flushed();
+        }
         self.out().queue.is_empty()
     }
 
     /// Whether the peer's system has all that was queued. Then the peer reads it even if this process ends. Before that,
     /// the end of this process may discard it: data that arrives for a closed socket resets the connection.
     pub fn is_delivered(&self) -> bool {
+        if let Some(carried) = &self.carried {
+            return carried.is_delivered();
+        }
         // Paths are flushed when the peer's process has acknowledged everything.
         self.is_flushed() && (self.several.is_some() || sockets::backlog(self.fd()) == 0)
+    }
+
+    /// Called once, when everything was written and nothing more will be.
+    pub fn conclude(&self) {
+        if let Some(carried) = &self.carried {
+            carried.conclude();
+        }
     }
 
     // -------------------------------------------------------------------------------------------------------- writing
@@ -184,6 +216,9 @@ impl Connection {
                 refused.end.tell(Err(why), refused.data, events);
             }
             return;
+        }
+        if let Some(carried) = &self.carried {
+            return carried.push(wire, outgoing, || self.broken.get().cloned(), events);
         }
         let mut out = self.out();
         if let Some(why) = self.broken.get() {
@@ -200,6 +235,9 @@ impl Connection {
     pub fn flush(&self, wire: &Wire, token: u64, events: &mut Events) {
         if let Some(several) = &self.several {
             return several.writable(wire, token);
+        }
+        if self.carried.is_some() {
+            return; // UCX waits for its own sockets
         }
         self.write(wire, &mut self.out(), events);
     }
@@ -269,6 +307,9 @@ impl Connection {
     pub fn read(&self, wire: &Wire, token: u64, events: &mut Events) -> Turn {
         if let Some(several) = &self.several {
             return several.read(wire, self, token, events);
+        }
+        if let Some(carried) = &self.carried {
+            return carried.read(wire, events);
         }
         let mut inn = self.inn();
         let mut moved = 0;
@@ -382,6 +423,9 @@ impl Connection {
         if let Some(several) = &self.several {
             return several.forget(wire, channel, why, events);
         }
+        if let Some(carried) = &self.carried {
+            return carried.forget(wire, channel, why, events);
+        }
         let mut inn = self.inn();
         if let Some(current) = inn.current.as_mut()
             && current.frame.channel == channel
@@ -410,6 +454,9 @@ impl Connection {
         if let Some(several) = &self.several {
             return several.give_up(wire, is_it, meanwhile);
         }
+        if let Some(carried) = &self.carried {
+            return carried.give_up(wire, is_it, meanwhile);
+        }
         let mut inn = self.inn();
         meanwhile();
         if let Some(Incoming { target, .. }) = inn.current.as_mut()
@@ -429,6 +476,10 @@ impl Connection {
     pub fn fail(&self, wire: &Wire, why: &str, events: &mut Events) {
         if let Some(several) = &self.several {
             return several.fail(why, || self.broken.set(why.to_string()).is_ok(), events);
+        }
+        if let Some(carried) = &self.carried {
+            carried.fail(why, || self.broken.set(why.to_string()).is_ok(), events);
+            return wire.carrier().expect("UCX carries it").forget_if_over(self);
         }
         let mut out = self.out();
         if self.broken.set(why.to_string()).is_err() {

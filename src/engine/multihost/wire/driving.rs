@@ -162,6 +162,11 @@ impl Driving {
         }
     }
 
+    /// Ends the sleep of the thread that drives, or its next one.
+    pub fn interrupt(&self) {
+        self.kick.kick();
+    }
+
     /// Makes one pass. If nothing is ready, the pass sleeps for at most `sleep`. Returns true if something advanced.
     /// Does nothing if another thread drives.
     pub fn poll(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool, sleep: Duration) -> bool {

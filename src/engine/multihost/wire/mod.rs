@@ -1,5 +1,5 @@
 //! The connections from this process to the processes of its groups on other hosts. There is one connection to each
-//! process, which all groups share.
+//! process, which all groups share. TCP carries it or, if the user asks for it, UCX.
 //!
 //! A group has a *channel* (`channel.rs`), whose frames carry the channel's number. A thread that waits for a message
 //! drives the wire: it reads from all connections, for all groups, while other waiting threads sleep. If no thread
@@ -26,6 +26,8 @@
 //! | `trust` | the sending side: which path is suspected to be dead |
 //! | `assembly` | the receiving side: puts the segments together |
 //! | `parser` | the receiving side: handles the frames |
+//! | `carried` | one connection whose frames UCX carries |
+//! | `carrier` | the worker of UCX, and what has happened on it |
 //! | `meet` | makes a group's channel |
 //! | `doors` | listens, and reads who connects |
 //! | `calls` | connects to the processes of a group |
@@ -38,6 +40,8 @@
 mod assembly;
 mod bell;
 mod calls;
+mod carried;
+mod carrier;
 mod channel;
 mod channels;
 mod connection;
@@ -63,7 +67,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use self::link::WireLink;
 pub use self::meet::{Place, join, key};
-pub use self::process::Wire;
+pub use self::process::{Over, Wire};
 
 /// Random number that identifies a process. Only processes that can read the store of one of its groups know it.
 pub type ProcessId = u128;

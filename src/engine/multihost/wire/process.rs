@@ -2,12 +2,15 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
+use super::carrier::Carrier;
 use super::channel::Channel;
 use super::channels::Channels;
 use super::connection::{Connection, Turn};
@@ -17,6 +20,8 @@ use super::path::{MOST_PATHS, Socket};
 use super::sockets::{Epoll, Ready};
 use super::transfer::{Event, Events};
 use super::{ProcessId, locked, sockets, stripes};
+use crate::engine::loader::Hints;
+use crate::engine::multihost::ucx;
 use crate::error::{Error, Result};
 use crate::os::watch::PerProcess;
 use crate::os::{clock, random, watch};
@@ -25,6 +30,16 @@ use crate::os::{clock, random, watch};
 const LINGER: Duration = Duration::from_secs(5);
 
 const TOKEN_KICK: u64 = 0;
+const TOKEN_UCX: u64 = 1;
+
+/// What carries the frames of a wire.
+#[derive(Clone, Debug)]
+pub enum Over {
+    /// TCP connections.
+    Tcp,
+    /// UCX, beside one TCP connection to each process (`carried`).
+    Ucx(ucx::Wanted),
+}
 
 pub struct Wire {
     pub id: ProcessId,
@@ -33,6 +48,8 @@ pub struct Wire {
     generation: u32,
     epoll: Epoll,
     driving: Arc<Driving>,
+    /// Set if UCX carries the frames.
+    carrier: Option<Carrier>,
     channels: Channels,
     connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
     by_token: RwLock<HashMap<u64, Arc<Connection>>>,
@@ -57,19 +74,46 @@ struct Closing {
     _counted: Counted,
 }
 
+impl Over {
+    /// `link` is "tcp", or "ucx" with, after a colon, the interfaces that UCX uses, unless its own variable names them.
+    /// UCX may be in `folders`.
+    pub fn named(link: &str, folders: &[String]) -> Result<Over> {
+        let (name, interfaces) = link.split_once(':').unwrap_or((link, ""));
+        match name {
+            "tcp" => Ok(Over::Tcp),
+            "ucx" => {
+                let hints = Hints { path: None, folders: folders.iter().map(PathBuf::from).collect() };
+                let devices = (!interfaces.is_empty()).then(|| ("NET_DEVICES".to_string(), interfaces.to_string()));
+                Ok(Over::Ucx(ucx::Wanted { hints, settings: devices.into_iter().collect() }))
+            }
+            _ => Err(Error::invalid(format!("sagellm: SAGELLM_LINK={name}, expected tcp or ucx"))),
+        }
+    }
+}
+
 impl Wire {
     /// Returns the wire of this process. The first call creates it.
-    pub fn of_process() -> Result<Arc<Wire>> {
-        static WIRE: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
+    pub fn of_process(over: &Over) -> Result<Arc<Wire>> {
+        static OVER_TCP: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
+        static OVER_UCX: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
         watch::install();
-        WIRE.get().get_or_try_init(Wire::new).cloned()
+        let wire = match over {
+            Over::Tcp => &OVER_TCP,
+            Over::Ucx(_) => &OVER_UCX,
+        };
+        wire.get().get_or_try_init(|| Wire::new(over)).cloned()
     }
 
-    pub fn new() -> Result<Arc<Wire>> {
+    pub fn new(over: &Over) -> Result<Arc<Wire>> {
+        let carrier = match over {
+            Over::Tcp => None,
+            Over::Ucx(wanted) => Some(Carrier::new(ucx::open(wanted)?)),
+        };
         let id = u128::from_le_bytes(random()?);
         let make = || -> io::Result<(Epoll, Driving)> {
             let epoll = Epoll::new()?;
             let driving = Driving::new(&epoll, TOKEN_KICK)?;
+            carrier.as_ref().map_or(Ok(()), |carrier| epoll.add(carrier.worker.fd, TOKEN_UCX))?;
             Ok((epoll, driving))
         };
         let (epoll, driving) = make()
@@ -79,10 +123,11 @@ impl Wire {
             generation: watch::generation(),
             epoll,
             driving: Arc::new(driving),
+            carrier,
             channels: Channels::default(),
             connections: Mutex::default(),
             by_token: RwLock::default(),
-            tokens: AtomicU64::new(TOKEN_KICK + 1),
+            tokens: AtomicU64::new(TOKEN_UCX + 1),
             doors: Doors::default(),
             closing: Mutex::default(),
             of_several: AtomicBool::new(false),
@@ -100,6 +145,23 @@ impl Wire {
     /// The groups' channels.
     pub fn channels(&self) -> &Channels {
         &self.channels
+    }
+
+    /// What carries the frames, as users name it (`SAGELLM_LINK`).
+    pub fn link_name(&self) -> &'static str {
+        if self.carrier.is_some() { "ucx" } else { "tcp" }
+    }
+
+    /// What there is if UCX carries the frames.
+    pub fn carrier(&self) -> Option<&Carrier> {
+        self.carrier.as_ref()
+    }
+
+    /// Has a connection that UCX carries looked at until it has ended or need not end.
+    pub fn watch(&self, who: u64) {
+        if let Some(carrier) = &self.carrier {
+            carrier.watch(self, who);
+        }
     }
 
     /// Which thread drives.
@@ -166,14 +228,26 @@ impl Wire {
     /// Handles the connections that are ready, after a sleep of at most `sleep`. Returns true if something advanced.
     fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
         let looks = self.of_several.load(Ordering::Relaxed);
-        let sleep = if looks { sleep.min(stripes::LOOK) } else { sleep };
-        self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
+        let mut sleep = if looks { sleep.min(stripes::LOOK) } else { sleep };
         let mut events = Events::default();
+        let mut moved = false;
+        if let Some(carrier) = &self.carrier {
+            moved = carrier.pass(self, &mut events);
+            sleep = if moved { Duration::ZERO } else { carrier.longest_sleep(sleep) };
+            // A library that has news now does not wake a thread that sleeps.
+            if !sleep.is_zero() && !carrier.worker.is_armed() {
+                sleep = Duration::ZERO;
+            }
+        }
+        self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
         if looks {
             self.look(&mut events);
         }
-        let mut moved = false;
         for one in ready.iter() {
+            if one.token == TOKEN_UCX {
+                moved |= self.carrier.as_ref().is_some_and(|carrier| carrier.pass(self, &mut events));
+                continue;
+            }
             if one.token == TOKEN_KICK {
                 self.driving.clear_kick();
                 moved = true;
@@ -258,7 +332,7 @@ impl Wire {
         };
         let stream = stranger.answer(self.id)?;
         let Some((number, at)) = said.path else {
-            return self.add_connection(Arc::new(Connection::new(token, said.who, stream.into())));
+            return self.add_connection(self.connection(token, said.who, stream.into()));
         };
         let socket = Socket::new(token, stream.into());
         match first {
@@ -267,9 +341,21 @@ impl Wire {
         }
     }
 
+    /// Makes a connection of one TCP connection, on which the two processes have named each other.
+    pub fn connection(&self, token: u64, peer: ProcessId, fd: OwnedFd) -> Arc<Connection> {
+        match &self.carrier {
+            Some(carrier) => Arc::new(Connection::by_ucx(&carrier.worker, token, peer, fd)),
+            None => Arc::new(Connection::new(token, peer, fd)),
+        }
+    }
+
     /// Adds a connection whose peer has proved its identity. If there is an earlier connection to the same process, the
     /// peer has given it up, and the new connection replaces it.
     pub fn add_connection(&self, connection: Arc<Connection>) -> io::Result<()> {
+        if let (Some(carrier), Some(carried)) = (&self.carrier, connection.carried()) {
+            carried.introduce()?;
+            carrier.add(&connection);
+        }
         let mut connections = locked(&self.connections);
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(connection.token, Arc::clone(&connection));
         connections.insert(connection.peer, Arc::clone(&connection));
@@ -303,7 +389,7 @@ impl Wire {
     }
 
     /// Stops using a connection. Its transfers fail in an event: after the mail that arrived before (`Channel::lose`).
-    fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
+    pub fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
         // This comes first, so that no path is added to the connection any more.
         let mut connections = locked(&self.connections);
         if connections.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
@@ -380,6 +466,7 @@ impl Wire {
             }
             if !one.shut && one.connection.is_flushed() {
                 one.shut = true;
+                one.connection.conclude();
                 one.connection.sockets().into_iter().for_each(|(fd, _)| sockets::shut(fd));
             }
             if one.since.elapsed() < LINGER {
