@@ -375,8 +375,8 @@ fn memory_of_a_body_is_not_used_after_the_link_was_cut() {
             std::thread::sleep(Duration::from_millis(5 * me as u64));
             if me == 1 {
                 link.cut();
-                let before = memory.clone();
                 assert!(ended.recv_timeout(PATIENT).is_ok());
+                let before = memory.clone();
                 std::thread::sleep(Duration::from_millis(30));
                 assert!(before == memory, "received after the cut");
             } else {

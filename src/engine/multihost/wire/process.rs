@@ -352,10 +352,6 @@ impl Wire {
     /// Adds a connection whose peer has proved its identity. If there is an earlier connection to the same process, the
     /// peer has given it up, and the new connection replaces it.
     pub fn add_connection(&self, connection: Arc<Connection>) -> io::Result<()> {
-        if let (Some(carrier), Some(carried)) = (&self.carrier, connection.carried()) {
-            carried.introduce()?;
-            carrier.add(&connection);
-        }
         let mut connections = locked(&self.connections);
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(connection.token, Arc::clone(&connection));
         connections.insert(connection.peer, Arc::clone(&connection));
@@ -365,7 +361,12 @@ impl Wire {
         if connection.several().is_some() {
             self.of_several.store(true, Ordering::Relaxed);
         }
-        // This comes last, because nothing may be read before the channels know the connection.
+        // This comes last, because nothing may be read before the channels know the connection, and UCX reads as soon
+        // as the peer knows the worker's address.
+        if let (Some(carrier), Some(carried)) = (&self.carrier, connection.carried()) {
+            carrier.add(&connection);
+            carried.introduce()?;
+        }
         connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll.add(fd, token))
     }
 
