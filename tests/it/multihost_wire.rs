@@ -33,8 +33,8 @@ fn wires_over(over: &Over, count: usize) -> Vec<Arc<Wire>> {
     (0..count).map(|_| Wire::new(over).unwrap()).collect()
 }
 
-/// What may carry the frames: TCP, and UCX over TCP, over shared memory, and over two rails, if it is installed.
-fn carriers() -> Vec<Over> {
+/// What may carry the frames: TCP, and UCX, over TCP and over shared memory, if it is installed.
+pub fn carriers() -> Vec<Over> {
     let by_ucx = |settings: &[(&str, &str)]| {
         let settings = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
         Over::Ucx(Wanted { settings, ..Wanted::default() })

@@ -1,4 +1,4 @@
-"""The link between hosts by UCX (docs/internals/ucx.md). Hosts are network namespaces, and UCX uses TCP between them."""
+"""The link between hosts by UCX (docs/internals/ucx.md). Hosts are network namespaces; UCX uses TCP between them."""
 
 from __future__ import annotations
 

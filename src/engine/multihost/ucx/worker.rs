@@ -52,7 +52,7 @@ pub struct Held {
 }
 
 impl Data {
-    pub fn len(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         match self {
             Data::Copied(bytes) => bytes.len(),
             Data::Held(held) => held.bytes,

@@ -328,7 +328,7 @@ impl Carried {
         let mut inn = locked(&self.inn);
         inn.moved = Instant::now();
         let frame = match frame {
-            Some(frame) if frame.data() == data.len() && number >= inn.next => frame,
+            Some(frame) if frame.data() == data.bytes() && number >= inn.next => frame,
             _ => {
                 self.release(data);
                 return Err("it sent what is no frame".to_string());
