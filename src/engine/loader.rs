@@ -146,18 +146,6 @@ impl<F: Copy> Symbol<F> {
     }
 }
 
-/// `Symbol::of` for a function of `nccl_sys`.
-pub trait Needed<F> {
-    /// Returns the function, or an error that names it if the library does not have it.
-    fn of(&self, library: &Library) -> Result<F>;
-}
-
-impl<F: Copy> Needed<F> for nccl_sys::Symbol<F> {
-    fn of(&self, library: &Library) -> Result<F> {
-        self.function.ok_or_else(|| library.lacks(self.name))
-    }
-}
-
 /// Declares the functions of one vendor: a struct with one optional symbol on each line, `load`, and `NAMES`.
 macro_rules! symbols {
     ($(#[$meta:meta])* $table:ident { $($field:ident = $name:literal ($($argument:ty),* $(,)?) -> $result:ty;)* }) => {

@@ -500,7 +500,7 @@ fn the_parts_of_the_python_package_import_only_those_below_them() {
 /// of the simulators.
 const OF_NO_MODULE: [&str; 3] = ["main", "layering", "simulators"];
 
-/// `device_libs_loader.rs` tests `src/engine/device/libs/loader.rs`: its name is the path with `_` for `/` and without
+/// `device_lowering.rs` tests `src/engine/device/lowering.rs`: its name is the path with `_` for `/` and without
 /// `engine/`. If a module has several test files, a suffix says what each one tests.
 #[test]
 fn tests_are_named_after_the_modules_that_they_test() {

@@ -175,6 +175,33 @@ def test_a_stopped_rank_is_waited_for(hosts: list[str], count: int) -> None:
         assert job.values(60)[0] > 2
 
 
+def stops_in_the_middle(ctx: Context, names: list[str]) -> tuple[str, float, float]:
+    """The error of the rank that goes on, the seconds of its last call, and the processor time of that call."""
+    start(ctx, names, 4)
+    tensor = torch.ones(16 * MIB)
+    dist.all_reduce(tensor)
+    ctx.tell("ready")
+    while True:
+        before, used = time.monotonic(), time.process_time()
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            return str(error), time.monotonic() - before, time.process_time() - used
+
+
+def test_a_rank_that_is_stopped_for_long_is_named_at_the_deadline(hosts: list[str]) -> None:
+    """Its transfer is in flight, and UCX cannot take it back. The rank that waits sleeps meanwhile."""
+    with launch(stops_in_the_middle, 2, hosts, env=ENV) as job:
+        for rank in range(2):
+            job.hear(rank)
+        time.sleep(0.5)
+        job.signal(1, signal.SIGSTOP)
+        text, seconds, used = job.wait_rank(0, 30).value
+    assert "Timed out" in text and "rank 1" in text, text
+    assert 3.5 < seconds < 9, seconds
+    assert used < 2, used
+
+
 def waits(ctx: Context, names: list[str]) -> str:
     """Rank 1 does not call, and in the second group it leaves."""
     start(ctx, names)

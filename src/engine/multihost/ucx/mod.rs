@@ -15,5 +15,5 @@ mod api;
 mod guest;
 mod worker;
 
-pub use self::guest::{Wanted, open};
+pub use self::guest::{Wanted, log_messages, open};
 pub use self::worker::{Data, Endpoint, Event, HEAD, Held, Name, Worker};

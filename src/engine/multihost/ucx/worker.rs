@@ -9,7 +9,6 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::api::{self, Api, Status};
-use super::guest::log_messages;
 use crate::error::{Error, Result};
 use crate::types::Span;
 
@@ -207,8 +206,6 @@ impl Worker {
         let notes = unsafe { &mut (*notes).events };
         moved |= !notes.is_empty();
         events.append(notes);
-        drop(calls);
-        log_messages();
         moved
     }
 

@@ -27,8 +27,6 @@ use super::memory::Memory;
 use super::transfer::{End, Events, Outgoing, Target};
 use super::{Wire, locked};
 use crate::engine::multihost::ucx::{Data, Endpoint, HEAD, Held, Name, Worker};
-use crate::os::fault_points;
-use crate::os::fault_points::FaultPoint;
 
 /// The reason that is given if the peer's process has ended.
 const CLOSED: &str = "Connection closed by peer";
@@ -36,8 +34,9 @@ const CLOSED: &str = "Connection closed by peer";
 /// quiet for this long, at the latest after `LONGEST_END`.
 const QUIET: Duration = Duration::from_millis(50);
 const LONGEST_END: Duration = Duration::from_millis(500);
-/// How long a transfer that was given up may go on before the endpoint is closed by force.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// How long a transfer that was given up may go on before the endpoint is closed by force. That ends other groups too, so
+/// a large transfer on a slow network gets some time.
+const PATIENCE: Duration = Duration::from_secs(2);
 /// How long closing by force may take.
 const FORCED: Duration = Duration::from_secs(10);
 
@@ -234,11 +233,9 @@ impl Carried {
         out.numbers += 2;
         let (name, is_eager) = (self.name(out.numbers), outgoing.frame.kind != Kind::Body);
         let pieces = outgoing.data.all(outgoing.frame.data());
-        fault_points::reached(FaultPoint::FrameReady);
         // SAFETY: `flights` keeps an owned buffer until the transfer has ended; the callers vouch for borrowed memory
         // until then.
         let sent = unsafe { self.worker.send(endpoint, name, head, &pieces, is_eager) };
-        fault_points::reached(FaultPoint::FrameWritten);
         let Outgoing { frame, data, end, .. } = outgoing;
         if let Ok(true) = sent {
             return end.tell(Ok(()), data, events);
@@ -578,7 +575,6 @@ struct Reading<'a> {
 
 impl Reading<'_> {
     fn take(&mut self, inn: &mut Inn, frame: Frame, data: Data) -> Result<(), String> {
-        fault_points::reached(FaultPoint::FrameSeen);
         match frame.kind {
             Kind::Hello | Kind::Want | Kind::Credit => self.control(frame),
             Kind::Cut if inn.steps.is_empty() => self.control(frame),
@@ -673,7 +669,6 @@ impl Reading<'_> {
     }
 
     fn finish(&mut self, incoming: Incoming) {
-        fault_points::reached(FaultPoint::FrameDone);
         let Incoming { frame, channel, target, .. } = incoming;
         if let Some(channel) = channel {
             channel.finish(self.wire, self.connection, &frame, target, self.events);

@@ -9,7 +9,7 @@ use super::connection::Connection;
 use super::driving::Counted;
 use super::transfer::Events;
 use super::{Wire, locked};
-use crate::engine::multihost::ucx::{Data, Event, Worker};
+use crate::engine::multihost::ucx::{Data, Event, Worker, log_messages};
 
 /// How often connections that may have to end are looked at.
 pub const LOOK: Duration = Duration::from_millis(10);
@@ -57,6 +57,7 @@ impl Carrier {
     pub fn pass(&self, wire: &Wire, events: &mut Events) -> bool {
         let mut happened = Vec::new();
         let moved = self.worker.progress(&mut happened);
+        log_messages();
         for event in happened {
             self.handle(wire, event, events);
         }
