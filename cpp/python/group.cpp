@@ -171,8 +171,7 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("network", &Rendezvous::network)
       .def("_tell_failure", translated(&tell_failure), py::arg("text"))
       .def("_told_failure", translated(&told_failure))
-      .def("_connect", translated(&connect), py::arg("address"), py::arg("paths") = "",
-           py::arg("link") = "tcp")
+      .def("_connect", translated(&connect), py::arg("address"), py::arg("paths") = "", py::arg("link") = "tcp")
       .def("build", translated(&build), py::arg("delegate") = py::none());
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")
