@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch_sagellm._private import load
+from torch_sagellm._private import load, variables
 
 #: Prefix of the delegate's keys, which must differ from the rendezvous's keys in the same store.
 PREFIX = "delegate"
@@ -223,9 +223,14 @@ class Making:
         return self._failure(f"Timed out after {self.seconds:g} s")
 
     def _failure(self, what: str) -> str:
-        return (
+        text = (
             f"sagellm: group {self.options.group_id!r} of {self.options.group_size} ranks: {self.own} could not "
-            f"connect with the others: {what}. Every rank must reach every other at its address, at any port: check "
+            f"connect with the others: {what}"
+        )
+        if "UCX" in what or variables.LINK in what:
+            return text  # it says what to do
+        return (
+            f"{text}. Every rank must reach every other at its address, at any port: check "
             "firewalls and routes (`torch-sagellm doctor --peer` does), or set GLOO_SOCKET_IFNAME on every rank to the "
             "interface that leads to the other hosts"
         )

@@ -30,10 +30,12 @@ use crate::engine::multihost::ucx::{Data, Endpoint, HEAD, Held, Name, Worker};
 
 /// The reason that is given if the peer's process has ended.
 const CLOSED: &str = "Connection closed by peer";
-/// After the end of the TCP connection, frames that were sent before may still arrive. The connection ends when it is
-/// quiet for this long, at the latest after `LONGEST_END`.
+/// After the end of the TCP connection, frames that were sent before may still arrive. If the peer has not said how many,
+/// the connection ends when it is quiet for this long, at the latest after `LONGEST_END`.
 const QUIET: Duration = Duration::from_millis(50);
 const LONGEST_END: Duration = Duration::from_millis(500);
+/// If the peer has said how many frames it has sent, they have this long to arrive.
+const ORDERLY_END: Duration = Duration::from_secs(5);
 /// How long a transfer that was given up may go on before the endpoint is closed by force. That ends other groups too, so
 /// a large transfer on a slow network gets some time.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -408,8 +410,12 @@ impl Carried {
                 || now.duration_since(since) >= LONGEST_END
         };
         if let Some((why, since)) = &inn.ending {
-            let has_all = inn.last == Some(inn.next) && inn.steps.is_empty();
-            return if has_all || late(*since) { Err(why.clone()) } else { Ok(true) };
+            let is_over = match inn.last {
+                Some(last) if last == inn.next && inn.steps.is_empty() => true,
+                Some(_) if out.failed.is_none() => now.duration_since(*since) >= ORDERLY_END,
+                _ => late(*since),
+            };
+            return if is_over { Err(why.clone()) } else { Ok(true) };
         }
         if let Some((why, since)) = &out.failed {
             return if late(*since) { Err(format!("UCX: {why}")) } else { Ok(true) };
