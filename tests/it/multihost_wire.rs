@@ -188,9 +188,13 @@ fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the
                 }
             }
             let mut next = [0; 3];
-            for _ in 0..TURNS * 2 {
+            while peers.iter().any(|peer| next[*peer] < TURNS) {
                 let (peer, message) = mail.recv_timeout(PATIENT).unwrap();
-                assert_eq!(message, Some(data(next[peer] * 100, [peer, me, next[peer], 1])), "from {peer}");
+                let Some(message) = message else {
+                    assert_eq!(next[peer], TURNS, "rank {peer} is lost before its mail came");
+                    continue; // it was done first
+                };
+                assert!(message == data(next[peer] * 100, [peer, me, next[peer], 1]), "from {peer}");
                 next[peer] += 1;
             }
             let until = Instant::now() + PATIENT;
@@ -366,11 +370,14 @@ fn memory_of_a_body_is_not_used_after_the_link_was_cut() {
             let mut memory = vec![me as u8 + 1; 64 << 20];
             let pieces = vec![Span { addr: memory.as_mut_ptr() as usize, bytes: memory.len() }];
             // SAFETY: the memory is kept until the body has ended.
-            unsafe {
+            let begun = unsafe {
                 match me {
-                    0 => link.send_body(1, 5, pieces, Box::new(done)).unwrap(),
-                    _ => link.receive_body(0, 5, pieces, Box::new(done)).unwrap(),
+                    0 => link.send_body(1, 5, pieces, Box::new(done)),
+                    _ => link.receive_body(0, 5, pieces, Box::new(done)),
                 }
+            };
+            if begun.is_err() {
+                return assert_eq!(me, 0, "rank 1 leaves, perhaps before a slow rank 0 comes to this");
             }
             std::thread::sleep(Duration::from_millis(5 * me as u64));
             if me == 1 {
