@@ -115,7 +115,7 @@ impl Wire {
         sockets::set_up(call.fd.as_raw_fd());
         let token = self.token();
         let Some(path) = call.path else {
-            self.add_connection(self.connection(token, other.process, call.fd))?;
+            self.add_connection(self.connection(token, other.process, call.fd, true))?;
             return Ok(None);
         };
         let socket = Socket::new(token, call.fd);

@@ -45,11 +45,19 @@ const FORCED: Duration = Duration::from_secs(10);
 /// The numbers of receives are odd, those of sends even. These two have numbers of their own.
 const CLOSE: u64 = u64::MAX;
 const FLUSH: u64 = u64::MAX - 1;
+const KNOCK: u64 = u64::MAX - 2;
+/// In place of a frame's number: the message has no frame. It tells a process that the other's endpoint leads to it.
+const NO_FRAME: u64 = u64::MAX;
 
 /// How this process reaches the peer's worker.
 enum Way {
     /// The peer has not told its worker's address.
     Unknown,
+    /// The peer connects first, because UCX has stalled where two workers connected to each other at the same time.
+    Told {
+        address: Vec<u8>,
+        theirs: u64,
+    },
     /// `theirs`: by this number the peer knows the connection.
     Open {
         endpoint: Endpoint,
@@ -70,6 +78,8 @@ struct Flying {
 
 struct Out {
     way: Way,
+    /// Whether the peer's endpoint leads here.
+    knocked: bool,
     /// Frames that UCX has not got: the way is unknown, or has failed.
     queue: VecDeque<Outgoing>,
     /// Transfers that failed before the connection did. They end with it, because mail that has arrived comes first.
@@ -124,15 +134,18 @@ pub struct Carried {
     who: u64,
     /// The TCP connection.
     fd: i32,
+    /// Whether this process connects first.
+    is_first: bool,
     out: Mutex<Out>,
     inn: Mutex<Inn>,
 }
 
 impl Carried {
-    /// `fd`: the TCP connection, which outlives this.
-    pub fn new(worker: &Arc<Worker>, who: u64, fd: i32) -> Carried {
+    /// `fd`: the TCP connection, which outlives this. `is_first`: whether this process has called the other.
+    pub fn new(worker: &Arc<Worker>, who: u64, fd: i32, is_first: bool) -> Carried {
         let out = Out {
             way: Way::Unknown,
+            knocked: false,
             queue: VecDeque::new(),
             lost: Vec::new(),
             flights: HashMap::new(),
@@ -154,7 +167,7 @@ impl Carried {
             ending: None,
             moved: Instant::now(),
         };
-        Carried { worker: Arc::clone(worker), who, fd, out: Mutex::new(out), inn: Mutex::new(inn) }
+        Carried { worker: Arc::clone(worker), who, fd, is_first, out: Mutex::new(out), inn: Mutex::new(inn) }
     }
 
     fn stream(&self) -> io::Result<TcpStream> {
@@ -276,7 +289,7 @@ impl Carried {
             return Turn::Broken(why);
         }
         let Some(why) = end else { return Turn::Moved };
-        if matches!(locked(&self.out).way, Way::Unknown) {
+        if matches!(locked(&self.out).way, Way::Unknown | Way::Told { .. }) {
             return Turn::Broken(why);
         }
         let now = Instant::now();
@@ -299,16 +312,34 @@ impl Carried {
                 return Err("it sent what is no address".to_string());
             }
             let Some(address) = inn.said.get(12..12 + bytes) else { return Ok(()) };
-            let endpoint = self.worker.connect(address, self.who)?;
+            out.way = Way::Told { address: address.to_vec(), theirs };
             inn.said.drain(..12 + bytes);
-            out.way = Way::Open { endpoint, theirs };
-            out.closed = false;
-            for outgoing in mem::take(&mut out.queue) {
-                self.send(wire, &mut out, outgoing, events);
+            if self.is_first || out.knocked {
+                self.connect(wire, &mut out, events)?;
             }
         }
         if let Some(last) = inn.said.first_chunk::<8>() {
             inn.last = Some(u64::from_le_bytes(*last));
+        }
+        Ok(())
+    }
+
+    /// Makes the endpoint, if the worker's address is known and there is none yet, and sends what was queued.
+    fn connect(&self, wire: &Wire, out: &mut Out, events: &mut Events) -> Result<(), String> {
+        let Way::Told { address, theirs } = &out.way else { return Ok(()) };
+        let theirs = *theirs;
+        let endpoint = self.worker.connect(address, self.who)?;
+        if self.is_first {
+            let mut head = [0; HEAD];
+            head[..8].copy_from_slice(&theirs.to_le_bytes());
+            head[8..16].copy_from_slice(&NO_FRAME.to_le_bytes());
+            // SAFETY: there is no memory.
+            unsafe { self.worker.send(&endpoint, self.name(KNOCK), head, &[], true) }?;
+        }
+        out.way = Way::Open { endpoint, theirs };
+        out.closed = false;
+        for outgoing in mem::take(&mut out.queue) {
+            self.send(wire, out, outgoing, events);
         }
         Ok(())
     }
@@ -323,6 +354,12 @@ impl Carried {
         events: &mut Events,
     ) -> Result<(), String> {
         let number = u64::from_le_bytes(head[8..16].try_into().expect("eight bytes"));
+        if number == NO_FRAME {
+            self.release(data);
+            let mut out = locked(&self.out);
+            out.knocked = true; // perhaps before the address has come
+            return self.connect(wire, &mut out, events);
+        }
         let frame = Frame::read(head.last_chunk::<FRAME_HEAD>().expect("the frame's header"));
         let mut inn = locked(&self.inn);
         inn.moved = Instant::now();
@@ -364,6 +401,7 @@ impl Carried {
         events.ended = true;
         match number {
             CLOSE => out.closed = true,
+            KNOCK => (), // if it failed, the endpoint has too
             FLUSH => {
                 out.flushed = out.flushed.max(out.flushing.take().unwrap_or(0));
             }

@@ -118,9 +118,10 @@ impl Connection {
         }
     }
 
-    /// A connection whose frames UCX carries. `fd`: the TCP connection beside it.
-    pub fn by_ucx(worker: &Arc<Worker>, token: u64, peer: ProcessId, fd: OwnedFd) -> Connection {
-        let carried = Carried::new(worker, token, fd.as_raw_fd());
+    /// A connection whose frames UCX carries. `fd`: the TCP connection beside it. `is_first`: whether this process has
+    /// called the other.
+    pub fn by_ucx(worker: &Arc<Worker>, token: u64, peer: ProcessId, fd: OwnedFd, is_first: bool) -> Connection {
+        let carried = Carried::new(worker, token, fd.as_raw_fd(), is_first);
         let mut made = Connection::new(token, peer, fd);
         made.inn = Mutex::new(In { buffer: Box::default(), from: 0, to: 0, current: None });
         made.carried = Some(Box::new(carried));

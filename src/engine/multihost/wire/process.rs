@@ -332,7 +332,7 @@ impl Wire {
         };
         let stream = stranger.answer(self.id)?;
         let Some((number, at)) = said.path else {
-            return self.add_connection(self.connection(token, said.who, stream.into()));
+            return self.add_connection(self.connection(token, said.who, stream.into(), false));
         };
         let socket = Socket::new(token, stream.into());
         match first {
@@ -341,10 +341,11 @@ impl Wire {
         }
     }
 
-    /// Makes a connection of one TCP connection, on which the two processes have named each other.
-    pub fn connection(&self, token: u64, peer: ProcessId, fd: OwnedFd) -> Arc<Connection> {
+    /// Makes a connection of one TCP connection, on which the two processes have named each other. `is_first`: whether
+    /// this process has called the other.
+    pub fn connection(&self, token: u64, peer: ProcessId, fd: OwnedFd, is_first: bool) -> Arc<Connection> {
         match &self.carrier {
-            Some(carrier) => Arc::new(Connection::by_ucx(&carrier.worker, token, peer, fd)),
+            Some(carrier) => Arc::new(Connection::by_ucx(&carrier.worker, token, peer, fd, is_first)),
             None => Arc::new(Connection::new(token, peer, fd)),
         }
     }
