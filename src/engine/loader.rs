@@ -72,9 +72,12 @@ impl Library {
         };
         let handle = first.ok_or_else(|| {
             let variable = format!("SAGELLM_{}_LIBRARY", known.key);
-            let why = match named {
-                Some(_) => format!("This one was named by the option vendor or by {variable}, so no other was tried."),
-                None => format!("{} Or name its file in {variable}.", known.fix),
+            let why = match (&hints.path, &named) {
+                (Some(_), _) => {
+                    format!("This one was named by the option vendor or by {variable}, so no other was tried.")
+                }
+                (None, Some(_)) => format!("This one was named by {variable}, so no other was tried."),
+                (None, None) => format!("{} Or name its file in {variable}.", known.fix),
             };
             Error::system(format!("sagellm: {} was not found. Tried: {}. {why}", known.title, tried.join("; ")))
         })?;

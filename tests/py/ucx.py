@@ -12,6 +12,8 @@ BY_UCX = {"SAGELLM_LINK": "ucx", "UCX_TLS": "tcp"}
 
 def missing() -> str:
     """Why tests with UCX cannot run, or ""."""
-    if os.environ.get("SAGELLM_UCX_LIBRARY") or importlib.util.find_spec("libucx") or ctypes.util.find_library("ucp"):
+    if named := os.environ.get("SAGELLM_UCX_LIBRARY"):
+        return "" if os.path.exists(named) else f"SAGELLM_UCX_LIBRARY={named} is not there"
+    if importlib.util.find_spec("libucx") or ctypes.util.find_library("ucp"):
         return ""
     return "UCX is not installed (Debian: libucx0; pip: libucx-cu12)"

@@ -235,7 +235,10 @@ def cannot(ctx: Context, names: list[str], change: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"SAGELLM_UCX_LIBRARY": "/nowhere/libucp.so.0"}, ["rank 1", "UCX was not found", "/nowhere/libucp.so.0"]),
+        (
+            {"SAGELLM_UCX_LIBRARY": "/nowhere/libucp.so.0"},
+            ["rank 1", "UCX was not found", "/nowhere/libucp.so.0", "named by SAGELLM_UCX_LIBRARY"],
+        ),
         ({"SAGELLM_LINK": "tcp"}, ["has SAGELLM_LINK=", "and rank", "has ", "set it alike on all ranks"]),
     ],
 )

@@ -106,7 +106,7 @@ impl Carried {
         self.broken().is_some() && inn.arrivals.is_over() && locked(&self.out).is_over()
     }
 
-    // ------------------------------------------------------------------------------------------------- beside UCX
+    // ----------------------------------------------------------------------------------------------------- beside UCX
 
     /// Sends on the TCP connection, which has room: little is ever sent on it.
     fn say(&self, bytes: &[u8]) -> io::Result<()> {
