@@ -16,7 +16,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -178,18 +179,32 @@ def variant_options(backend: str, variant: str) -> dict[str, Any]:
         "unfused": {"fusion": False},
         "strict": {"strict": True},
         "delegate": {"engine": "delegate"},
+        "ucx": {},
     }
     if "=" in variant:
         known[variant] = {"algorithm": variant}
     if backend != "sagellm" or variant not in known:
         raise ValueError(
             f"unknown backend {backend}:{variant}; the variants are sagellm:unfused, sagellm:strict, "
-            "sagellm:delegate and sagellm:RULE, "
+            "sagellm:delegate, sagellm:ucx (between hosts) and sagellm:RULE, "
             "such as sagellm:all_gather:0-=ring(leaders=1)"
         )
     from torch_sagellm._private import load
 
     return {"pg_options": load.extension().Options(**known[variant])}
+
+
+@contextmanager
+def link_by_ucx(wanted: bool) -> Iterator[None]:
+    """Groups that are made meanwhile use UCX between hosts, over TCP unless UCX_TLS says otherwise."""
+    if wanted:
+        os.environ.setdefault("UCX_TLS", "tcp")
+        os.environ["SAGELLM_LINK"] = "ucx"
+    try:
+        yield
+    finally:
+        if wanted:
+            del os.environ["SAGELLM_LINK"]
 
 
 def reference_of(args: argparse.Namespace) -> str:
@@ -220,7 +235,8 @@ def open_backends(args: argparse.Namespace) -> list[Backend]:
         label = f"{name} #{before + 1}" if before else name
         backend, _, variant = name.partition(":")
         options = variant_options(backend, variant)
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=args.timeout), **options)
+        with link_by_ucx(variant == "ucx"):
+            group = dist.new_group(backend=backend, timeout=timedelta(seconds=args.timeout), **options)
         backends.append(Backend(label, group))
     if args.floor:
         try:

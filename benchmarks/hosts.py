@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ from measure import machine as machines
 from measure import ranks as processes
 from measure import report
 from measure.cases import DTYPES, Case
-from measure.stats import percentile, slowest_rank, summarize
+from measure.stats import format_time, percentile, slowest_rank, summarize
 
 from torch_sagellm._private.units import parse_size, show_size
 
@@ -36,6 +37,7 @@ EXAMPLES = """examples:
   python benchmarks/hosts.py                                     the default selection, under ten minutes
   python benchmarks/hosts.py --layouts 2x1 --links none --ops broadcast --sizes 16MiB
   python benchmarks/hosts.py --all --limit 36000                 every layout, link, operation and size: hours
+  python benchmarks/hosts.py --layouts 2x1 --links none --perftest --backends sagellm,sagellm:ucx,gloo
   python benchmarks/hosts.py --layouts 4x1 --links none --backends 'sagellm,sagellm:*:64KiB-=ring,gloo'
 """
 #: The layouts and links that are run if none are given.
@@ -205,6 +207,9 @@ def markdown(whole: Result) -> str:
             cells = [f"{shown(ratios(result, label))}; {processor(result, label)}" for label in others]
             cells += [report.cell(result["times"][label]) for label in labels]
             parts.append(f"| {result['op']} | {show_size(result['size'])} | " + " | ".join(cells) + " |")
+        if floor := run.get("perftest"):
+            times = ", ".join(f"{show_size(int(size))}: {format_time(us)}" for size, us in floor.items())
+            parts.append(f"\n`ucx_perftest` between two of the hosts, a message one way (median): {times}.")
     cells_of = [ratios(result, OURS) for run in whole["runs"] for result in run["results"]]
     compared = [found for found in cells_of if found is not None]
     if compared:
@@ -264,9 +269,10 @@ def write(whole: Result, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- the program
 
 
-def missing() -> str:
+def missing(perftest: bool = False) -> str:
     """What this machine lacks for the measurement; empty if it lacks nothing."""
     lacking = ["root (run it with sudo)"] if os.geteuid() != 0 else []
+    lacking += ["ucx_perftest (package ucx-utils)"] if perftest and shutil.which("ucx_perftest") is None else []
     lacking += [f"the program `{name}` (package iproute2)" for name in ("ip", "tc") if shutil.which(name) is None]
     return ", ".join(lacking)
 
@@ -295,12 +301,41 @@ def run_layout(args: argparse.Namespace, layout: str, link: str, limit: float) -
         inside = [["ip", "netns", "exec", network.names[host]] for host in of_host]
         words = [f"--layouts={layout}", f"--links={link}", f"--limit={limit:.1f}", f"--part={part}"]
         code = processes.run(len(of_host), place, inside, words)
-        return code, json.loads(part.read_text()) if part.exists() else None
+        found = json.loads(part.read_text()) if part.exists() else None
+        if found is not None and args.perftest:
+            ends = [["ip", "netns", "exec", network.names[host]] for host in (0, 1)]
+            found["perftest"] = perftest(ends, network.address(0), found["results"])
+        return code, found
+
+
+def perftest(ends: list[list[str]], address: str, results: list[Result]) -> dict[str, float]:
+    """UCX's own program between the first two hosts: the microseconds of a message one way, by size.
+
+    It is the floor of a link by UCX: it does nothing else, and polls.
+    """
+    env = {"UCX_TLS": "tcp", **os.environ}
+    found = {}
+    for size in sorted({result["size"] for result in results}):
+        count = max(20, min(20_000, (256 << 20) // max(size, 1)))
+        common = ["ucx_perftest", "-p", "13337"]
+        asking = [address, "-t", "ucp_am_lat", "-s", str(size), "-n", str(count), "-w", str(count // 10), "-f", "-v"]
+        server = subprocess.Popen([*ends[0], *common], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            time.sleep(0.5)  # it listens soon
+            done = subprocess.run([*ends[1], *common, *asking], env=env, capture_output=True, text=True, timeout=60)
+            last = done.stdout.strip().rpartition("\n")[2].split(",")
+            found[str(size)] = float(last[1])
+        except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+            print(f"ucx_perftest failed with {show_size(size)}: {error}", file=sys.stderr)
+        finally:
+            server.kill()
+            server.wait()
+    return found
 
 
 def spawn(args: argparse.Namespace, plan: list[tuple[str, str]]) -> int:
     """Runs every layout and link of the plan, one after the other."""
-    if lacking := missing():
+    if lacking := missing(args.perftest):
         print(f"hosts cannot be simulated here, because this is missing: {lacking}", file=sys.stderr)
         return 1
     sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/py"))
@@ -342,6 +377,7 @@ def parse_args() -> argparse.Namespace:
     add("--ops", default=OPS, help=f"default: {OPS}; ping_pong is a send and a receive, one way")
     add("--sizes", help=f"bytes of the whole tensor (default: {SIZES})")
     add("--backends", default=BACKENDS, help=f"default: {BACKENDS}; a name twice is its own control")
+    add("--perftest", action="store_true", help="then also run UCX's own ucx_perftest between two hosts, over tcp")
     add("--all", action="store_true", help=f"every layout, link and size ({ALL_SIZES}); give a --limit, too")
     add("--rounds", type=int, default=6, help="turns of each backend in a case (default: 6)")
     add("--budget", type=float, default=0.4, help="seconds of timed calls of a backend in a case (default: 0.4)")

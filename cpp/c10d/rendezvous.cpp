@@ -86,9 +86,10 @@ std::string Rendezvous::failure_key(const char* part) const {
   return c10::str("sagellm/failed/", id(), "/", part);
 }
 
-void Rendezvous::connect(const std::string& address, const std::string& paths) {
+void Rendezvous::connect(const std::string& address, const std::string& paths, const std::string& link) {
   const auto timeout = static_cast<uint64_t>(std::max<int64_t>(options_->timeout.count(), 0));
-  checked([&] { decided_.rendezvous->connect(address, paths, timeout); });
+  const std::vector<rust::String> folders(options_->library_folders.begin(), options_->library_folders.end());
+  checked([&] { decided_.rendezvous->connect(address, paths, link, {folders.data(), folders.size()}, timeout); });
 }
 
 c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {

@@ -33,9 +33,10 @@ class Rendezvous {
   std::string tell_failure(const std::string& text);
   std::string told_failure();
 
-  // Connects to the other ranks of a group that spans hosts. The other ranks reach this process at `address`. Blocks
-  // until all ranks have called this, or until the timeout of the options. Call without the GIL.
-  void connect(const std::string& address, const std::string& paths);
+  // Connects to the other ranks of a group that spans hosts. The other ranks reach this process at `address`. `link`
+  // says what carries the bytes. Blocks until all ranks have called this, or until the timeout of the options. Call
+  // without the GIL.
+  void connect(const std::string& address, const std::string& paths, const std::string& link);
 
   // Builds the group, once. `delegate` is required if there is a reason for one. Call without the GIL.
   c10::intrusive_ptr<SageBackend> build(BackendPtr delegate);

@@ -70,9 +70,9 @@ c10::intrusive_ptr<SageBackend> build(Rendezvous& decided, c10::intrusive_ptr<c1
   return told([&] { return decided.build(std::move(delegate)); });
 }
 
-void connect(Rendezvous& decided, const std::string& address, const std::string& paths) {
+void connect(Rendezvous& decided, const std::string& address, const std::string& paths, const std::string& link) {
   told([&] {
-    decided.connect(address, paths);
+    decided.connect(address, paths, link);
     return 0;
   });
 }
@@ -157,7 +157,7 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("network", &Rendezvous::network)
       .def("_tell_failure", translated(&tell_failure), py::arg("text"))
       .def("_told_failure", translated(&told_failure))
-      .def("_connect", translated(&connect), py::arg("address"), py::arg("paths") = "")
+      .def("_connect", translated(&connect), py::arg("address"), py::arg("paths") = "", py::arg("link") = "tcp")
       .def("build", translated(&build), py::arg("delegate") = py::none());
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")

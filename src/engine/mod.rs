@@ -1,11 +1,12 @@
 //! The engines that run the operations of a group: `shm` for ranks that are processes of one host, `multihost` for
 //! ranks on several hosts, `solo` for a group of one rank, `delegate` if another backend serves the group. A group uses
 //! them only as an [`Engine`] and its [`Control`]; only `group/builder.rs` makes one, and `group/local.rs` for tests.
-//! `device` has the libraries of accelerators. `local` has areas and links for ranks that are threads (feature
-//! `testing`).
+//! `device` has the libraries of accelerators; `loader` opens libraries at run time. `local` has areas and links for
+//! ranks that are threads (feature `testing`).
 
 pub mod delegate;
 pub mod device;
+pub mod loader;
 #[cfg(feature = "testing")]
 pub mod local;
 pub mod multihost;

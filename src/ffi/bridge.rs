@@ -375,9 +375,17 @@ pub mod ffi {
         #[Self = "RustRendezvous"]
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
         /// Connects to the other ranks of a group that spans hosts. They reach this process at `address` or, if there
-        /// are several connections to each of them, at the addresses in `paths`. Blocks until all ranks have called, or
+        /// are several connections to each of them, at the addresses in `paths`. `link` is "tcp", or "ucx" with, after a
+        /// colon, the interfaces that UCX uses; its library may be in `folders`. Blocks until all ranks have called, or
         /// until the timeout.
-        fn connect(self: &RustRendezvous, address: &str, paths: &str, timeout_ms: u64) -> Result<()>;
+        fn connect(
+            self: &RustRendezvous,
+            address: &str,
+            paths: &str,
+            link: &str,
+            folders: &[String],
+            timeout_ms: u64,
+        ) -> Result<()>;
         /// Builds the complete group. If the group spans hosts, it must be connected; its ranks then measure the link
         /// together.
         #[Self = "RustGroup"]

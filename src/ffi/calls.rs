@@ -11,7 +11,7 @@ use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
 use crate::config::{Config, Settings, Threads, Verify};
 use crate::engine::device::Vendor;
 use crate::engine::multihost::link::Link;
-use crate::engine::multihost::wire::{Place, Wire, join};
+use crate::engine::multihost::wire::{Over, Place, Wire, join};
 use crate::error::Error;
 use crate::fusion::lists;
 use crate::group;
@@ -69,8 +69,16 @@ impl RustRendezvous {
 }
 
 impl RustRendezvous {
-    pub(super) fn connect(&self, address: &str, paths: &str, timeout_ms: u64) -> Outcome<()> {
+    pub(super) fn connect(
+        &self,
+        address: &str,
+        paths: &str,
+        link: &str,
+        folders: &[String],
+        timeout_ms: u64,
+    ) -> Outcome<()> {
         guarded(|| {
+            let over = Over::named(link, folders)?;
             let paths: Vec<String> = paths.split_whitespace().map(str::to_string).collect();
             let place = Place {
                 store: &*self.store,
@@ -81,7 +89,7 @@ impl RustRendezvous {
                 paths: &paths,
                 timeout: Duration::from_millis(timeout_ms),
             };
-            let link = join(&Wire::of_process()?, &place)?;
+            let link = join(&Wire::of_process(&over)?, &place)?;
             *self.link.lock().unwrap_or_else(PoisonError::into_inner) = Some(link);
             Ok(())
         })

@@ -11,7 +11,7 @@ use crate::common::{Random, cut, on_memory, on_ranks, plain};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::engine::multihost::link::Link;
-use sagellm::engine::multihost::wire::{Place, Wire, join};
+use sagellm::engine::multihost::wire::{Over, Place, Wire, join};
 use sagellm::error::ErrorKind;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};
@@ -146,21 +146,26 @@ const PLACES: [&[usize]; 5] = [&[0, 1], &[0, 0, 1], &[0, 1, 2], &[0, 1, 0, 1], &
 
 /// Links over the loopback interface: each rank is a thread with its own wire.
 fn wire_links(ranks: usize) -> Vec<Arc<dyn Link>> {
+    links_over(&Over::Tcp, ranks)
+}
+
+fn links_over(over: &Over, ranks: usize) -> Vec<Arc<dyn Link>> {
     let store = Memory::default();
     on_ranks(ranks, |rank| {
         let place =
             Place { store: &store, id: [7; 16], rank, size: ranks, address: "127.0.0.1", paths: &[], timeout: LONG };
-        Arc::new(join(&Wire::new().unwrap(), &place).unwrap()) as Arc<dyn Link>
+        Arc::new(join(&Wire::new(over).unwrap(), &place).unwrap()) as Arc<dyn Link>
     })
 }
 
-fn program(seed: u64, count: usize) {
+fn program(seed: u64, count: usize, carriers: &[Over]) {
     let mut random = Random::new(seed);
     let place = PLACES[random.below(PLACES.len())];
     let ranks = place.len();
     let steps = draw(&mut random, ranks, count);
     let settings = Settings { fusion: !seed.is_multiple_of(3), ..Settings::default() };
-    let links = if seed.is_multiple_of(2) { wire_links(ranks) } else { local::links(ranks) };
+    let over = carriers.get(seed as usize % (carriers.len() + 1));
+    let links = over.map_or_else(|| local::links(ranks), |over| links_over(over, ranks));
     let groups = Group::local_hosts(place, LONG, settings, links).unwrap();
     let expected = expected(seed, ranks, &steps);
     on_ranks(ranks, |me| {
@@ -206,9 +211,10 @@ fn program(seed: u64, count: usize) {
 #[test]
 fn rules_04_and_20_random_programs_of_messages_and_collectives_give_the_reference() {
     let programs: u64 = std::env::var("SAGELLM_TEST_MESSAGE_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(10);
+    let carriers = crate::multihost_wire::carriers();
     for seed in 1..=programs {
         crate::common::progress("programs of messages over hosts", seed, programs);
-        program(seed, 120);
+        program(seed, 120, &carriers);
     }
 }
 

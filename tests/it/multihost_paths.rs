@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::host::Memory;
 use sagellm::engine::multihost::link::{Link, Transfer};
-use sagellm::engine::multihost::wire::{Place, Wire, WireLink, join};
+use sagellm::engine::multihost::wire::{Over, Place, Wire, WireLink, join};
 
 const PATIENT: Duration = Duration::from_secs(20);
 
@@ -33,7 +33,7 @@ fn as_ranks(test: u8, wires: &[Arc<Wire>], paths: [&[String]; 2], body: impl Fn(
 }
 
 fn wires() -> Vec<Arc<Wire>> {
-    (0..2).map(|_| Wire::new().unwrap()).collect()
+    (0..2).map(|_| Wire::new(&Over::Tcp).unwrap()).collect()
 }
 
 fn data(bytes: usize, seed: usize) -> Vec<u8> {

@@ -11,7 +11,8 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use sagellm::engine::multihost::link::{Link, Mail, Mailbox, Transfer};
-use sagellm::engine::multihost::wire::{Place, Wire, WireLink, join};
+use sagellm::engine::multihost::ucx::Wanted;
+use sagellm::engine::multihost::wire::{Over, Place, Wire, WireLink, join};
 use sagellm::error::Result;
 use sagellm::host::Store;
 use sagellm::types::Span;
@@ -25,7 +26,25 @@ fn place<'a>(store: &'a Memory, group: u8, rank: usize, size: usize) -> Place<'a
 }
 
 fn wires(count: usize) -> Vec<Arc<Wire>> {
-    (0..count).map(|_| Wire::new().unwrap()).collect()
+    wires_over(&Over::Tcp, count)
+}
+
+fn wires_over(over: &Over, count: usize) -> Vec<Arc<Wire>> {
+    (0..count).map(|_| Wire::new(over).unwrap()).collect()
+}
+
+/// What may carry the frames: TCP, and UCX, over TCP and over shared memory, if it is installed.
+pub fn carriers() -> Vec<Over> {
+    let by_ucx = |settings: &[(&str, &str)]| {
+        let settings = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+        Over::Ucx(Wanted { settings, ..Wanted::default() })
+    };
+    let mut all = vec![Over::Tcp];
+    match Wire::new(&by_ucx(&[("TLS", "tcp")])) {
+        Err(error) => println!("skipped with UCX: {}", error.text()),
+        Ok(_) => all.extend([&[("TLS", "tcp")][..], &[("TLS", "shm,tcp")]].map(by_ucx)),
+    }
+    all
 }
 
 /// Runs `body` as each rank of a group over these wires. Returns the results by rank.
@@ -60,51 +79,60 @@ fn size(turn: usize) -> usize {
 
 #[test]
 fn messages_of_each_tag_arrive_in_order_whatever_their_size() {
-    let (wires, store) = (wires(3), Memory::default());
-    as_ranks(&wires, &store, 1, |me, link| {
-        let mut sending: Vec<Box<dyn Transfer>> = Vec::new();
-        let peers: Vec<usize> = (0..3).filter(|peer| *peer != me).collect();
-        for turn in 0..60 {
-            let bytes = size(turn);
-            let tag = (turn % 2) as u32;
-            // Some receives are posted before the message is sent, some when it may have arrived.
-            let receive = |peer| (peer, link.receive(peer, tag, vec![0; bytes.max(1)], bytes).unwrap());
-            let ahead: Vec<_> =
-                if turn % 3 == me { Vec::new() } else { peers.iter().map(|peer| receive(*peer)).collect() };
-            for peer in &peers {
-                let message = data(bytes.max(1), [me, *peer, turn, 0]);
-                sending.push(link.send(*peer, tag, message, bytes).unwrap());
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 3), Memory::default());
+        as_ranks(&wires, &store, 1, |me, link| {
+            let mut sending: Vec<Box<dyn Transfer>> = Vec::new();
+            let peers: Vec<usize> = (0..3).filter(|peer| *peer != me).collect();
+            for turn in 0..60 {
+                let bytes = size(turn);
+                let tag = (turn % 2) as u32;
+                // Some receives are posted before the message is sent, some when it may have arrived.
+                let receive = |peer| (peer, link.receive(peer, tag, vec![0; bytes.max(1)], bytes).unwrap());
+                let ahead: Vec<_> =
+                    if turn % 3 == me { Vec::new() } else { peers.iter().map(|peer| receive(*peer)).collect() };
+                for peer in &peers {
+                    let message = data(bytes.max(1), [me, *peer, turn, 0]);
+                    sending.push(link.send(*peer, tag, message, bytes).unwrap());
+                }
+                if turn % 5 == 0 {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                let all = if ahead.is_empty() { peers.iter().map(|peer| receive(*peer)).collect() } else { ahead };
+                for (peer, transfer) in all {
+                    let came = transfer.wait(PATIENT).unwrap();
+                    assert!(
+                        came[..bytes] == data(bytes.max(1), [peer, me, turn, 0])[..bytes],
+                        "turn {turn} from {peer}"
+                    );
+                }
             }
-            if turn % 5 == 0 {
-                std::thread::sleep(Duration::from_millis(2));
-            }
-            let all = if ahead.is_empty() { peers.iter().map(|peer| receive(*peer)).collect() } else { ahead };
-            for (peer, transfer) in all {
-                let came = transfer.wait(PATIENT).unwrap();
-                assert!(came[..bytes] == data(bytes.max(1), [peer, me, turn, 0])[..bytes], "turn {turn} from {peer}");
-            }
-        }
-        sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
-    });
+            sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
+        });
+    }
 }
 
 #[test]
 fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
-    let (wires, store) = (wires(2), Memory::default());
-    as_ranks(&wires, &store, 1, |me, link| {
-        const COUNT: usize = 20_000;
-        if me == 0 {
-            let sending: Vec<_> =
-                (0..COUNT).map(|turn| link.send(1, 0, data(200, [turn, 0, 0, 0]), 200).unwrap()).collect();
-            sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
-        } else {
-            std::thread::sleep(Duration::from_millis(200));
-            for turn in 0..COUNT {
-                let came = link.receive(0, 0, vec![0; 200], 200).unwrap().wait(PATIENT).unwrap();
-                assert!(came == data(200, [turn, 0, 0, 0]), "message {turn}");
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 2), Memory::default());
+        as_ranks(&wires, &store, 1, |me, link| {
+            const COUNT: usize = 20_000;
+            if me == 0 {
+                let sending: Vec<_> =
+                    (0..COUNT).map(|turn| link.send(1, 0, data(200, [turn, 0, 0, 0]), 200).unwrap()).collect();
+                sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
+            } else {
+                std::thread::sleep(Duration::from_millis(200));
+                for turn in 0..COUNT {
+                    let came = link.receive(0, 0, vec![0; 200], 200).unwrap().wait(PATIENT).unwrap();
+                    assert!(came == data(200, [turn, 0, 0, 0]), "message {turn}");
+                }
             }
-        }
-    });
+        });
+    }
 }
 
 /// A mailbox that passes everything on to a channel.
@@ -121,93 +149,103 @@ impl Mailbox for Box_ {
 
 #[test]
 fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the_link() {
-    let (wires, store) = (wires(3), Memory::default());
-    as_ranks(&wires, &store, 1, |me, link| {
-        const TURNS: usize = 40;
-        let (sender, mail) = channel();
-        link.open_mailbox(Arc::new(Box_(Mutex::new(sender))));
-        let awaited = link.await_mail();
-        let peers: Vec<usize> = (0..3).filter(|peer| *peer != me).collect();
-        let ended = Arc::new(AtomicUsize::new(0));
-        let done = || {
-            let ended = Arc::clone(&ended);
-            Box::new(move |outcome: std::result::Result<(), String>| {
-                outcome.unwrap();
-                ended.fetch_add(1, Ordering::SeqCst);
-            })
-        };
-        let mut sources: Vec<Vec<u8>> = Vec::new();
-        let mut targets: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
-        for turn in 0..TURNS {
-            for &peer in &peers {
-                let bytes = size(turn);
-                link.mail(peer, data(turn * 100, [me, peer, turn, 1])).unwrap();
-                let source = data(bytes, [me, peer, turn, 2]);
-                let half = bytes / 3;
-                let at = source.as_ptr() as usize;
-                let pieces = vec![Span { addr: at, bytes: half }, Span { addr: at + half, bytes: bytes - half }];
-                // SAFETY: `sources` keeps the memory until all bodies have ended.
-                unsafe { link.send_body(peer, turn as u64, pieces, done()) }.unwrap();
-                sources.push(source);
-                let mut target = vec![0u8; bytes];
-                let pieces = vec![Span { addr: target.as_mut_ptr() as usize, bytes }];
-                // SAFETY: `targets` keeps the memory until all bodies have ended; moving a vector does not move its
-                // memory.
-                unsafe { link.receive_body(peer, turn as u64, pieces, done()) }.unwrap();
-                targets.push((target, data(bytes, [peer, me, turn, 2])));
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 3), Memory::default());
+        as_ranks(&wires, &store, 1, |me, link| {
+            const TURNS: usize = 40;
+            let (sender, mail) = channel();
+            link.open_mailbox(Arc::new(Box_(Mutex::new(sender))));
+            let awaited = link.await_mail();
+            let peers: Vec<usize> = (0..3).filter(|peer| *peer != me).collect();
+            let ended = Arc::new(AtomicUsize::new(0));
+            let done = || {
+                let ended = Arc::clone(&ended);
+                Box::new(move |outcome: std::result::Result<(), String>| {
+                    outcome.unwrap();
+                    ended.fetch_add(1, Ordering::SeqCst);
+                })
+            };
+            let mut sources: Vec<Vec<u8>> = Vec::new();
+            let mut targets: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
+            for turn in 0..TURNS {
+                for &peer in &peers {
+                    let bytes = size(turn);
+                    link.mail(peer, data(turn * 100, [me, peer, turn, 1])).unwrap();
+                    let source = data(bytes, [me, peer, turn, 2]);
+                    let half = bytes / 3;
+                    let at = source.as_ptr() as usize;
+                    let pieces = vec![Span { addr: at, bytes: half }, Span { addr: at + half, bytes: bytes - half }];
+                    // SAFETY: `sources` keeps the memory until all bodies have ended.
+                    unsafe { link.send_body(peer, turn as u64, pieces, done()) }.unwrap();
+                    sources.push(source);
+                    let mut target = vec![0u8; bytes];
+                    let pieces = vec![Span { addr: target.as_mut_ptr() as usize, bytes }];
+                    // SAFETY: `targets` keeps the memory until all bodies have ended; moving a vector does not move its
+                    // memory.
+                    unsafe { link.receive_body(peer, turn as u64, pieces, done()) }.unwrap();
+                    targets.push((target, data(bytes, [peer, me, turn, 2])));
+                }
             }
-        }
-        let mut next = [0; 3];
-        for _ in 0..TURNS * 2 {
-            let (peer, message) = mail.recv_timeout(PATIENT).unwrap();
-            assert_eq!(message, Some(data(next[peer] * 100, [peer, me, next[peer], 1])), "from {peer}");
-            next[peer] += 1;
-        }
-        let until = Instant::now() + PATIENT;
-        while ended.load(Ordering::SeqCst) < TURNS * 4 {
-            assert!(Instant::now() < until, "{} bodies have ended", ended.load(Ordering::SeqCst));
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        assert!(targets.iter().all(|(came, expected)| came == expected));
-        drop(awaited);
-    });
+            let mut next = [0; 3];
+            while peers.iter().any(|peer| next[*peer] < TURNS) {
+                let (peer, message) = mail.recv_timeout(PATIENT).unwrap();
+                let Some(message) = message else {
+                    assert_eq!(next[peer], TURNS, "rank {peer} is lost before its mail came");
+                    continue; // it was done first
+                };
+                assert!(message == data(next[peer] * 100, [peer, me, next[peer], 1]), "from {peer}");
+                next[peer] += 1;
+            }
+            let until = Instant::now() + PATIENT;
+            while ended.load(Ordering::SeqCst) < TURNS * 4 {
+                assert!(Instant::now() < until, "{} bodies have ended", ended.load(Ordering::SeqCst));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert!(targets.iter().all(|(came, expected)| came == expected));
+            drop(awaited);
+        });
+    }
 }
 
 #[test]
 fn a_wait_ends_when_the_link_is_cut_on_either_side() {
-    let (wires, store) = (wires(2), Memory::default());
-    as_ranks(&wires, &store, 1, |me, link| {
-        if me == 0 {
-            std::thread::sleep(Duration::from_millis(50));
-            link.cut();
-            assert!(link.send(1, 0, vec![0; 8], 8).is_err());
-            return;
-        }
-        let long = link.receive(0, 1, vec![0; 1 << 20], 1 << 20).unwrap();
-        let short = link.receive(0, 0, vec![0; 8], 8).unwrap();
-        let begin = Instant::now();
-        assert_eq!(short.wait(PATIENT).unwrap_err().words, "Connection closed by peer");
-        assert_eq!(long.wait(PATIENT).unwrap_err().words, "Connection closed by peer");
-        assert!(begin.elapsed() < PATIENT / 2);
-        assert!(link.receive(0, 0, vec![0; 8], 8).is_err());
-    });
-    // Another thread of the same rank cuts the link.
-    as_ranks(&wires, &store, 2, |me, link| {
-        if me == 1 {
-            let link = Arc::new(link);
-            let other = Arc::clone(&link);
-            let cutting = std::thread::spawn(move || {
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 2), Memory::default());
+        as_ranks(&wires, &store, 1, |me, link| {
+            if me == 0 {
                 std::thread::sleep(Duration::from_millis(50));
-                other.cut();
-            });
-            let text = link.receive(0, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err().words;
-            assert!(text.contains("ended on this rank"), "{text}");
-            cutting.join().unwrap();
-        } else {
-            let text = link.receive(1, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err().words;
-            assert_eq!(text, "Connection closed by peer");
-        }
-    });
+                link.cut();
+                assert!(link.send(1, 0, vec![0; 8], 8).is_err());
+                return;
+            }
+            let long = link.receive(0, 1, vec![0; 1 << 20], 1 << 20).unwrap();
+            let short = link.receive(0, 0, vec![0; 8], 8).unwrap();
+            let begin = Instant::now();
+            assert_eq!(short.wait(PATIENT).unwrap_err().words, "Connection closed by peer");
+            assert_eq!(long.wait(PATIENT).unwrap_err().words, "Connection closed by peer");
+            assert!(begin.elapsed() < PATIENT / 2);
+            assert!(link.receive(0, 0, vec![0; 8], 8).is_err());
+        });
+        // Another thread of the same rank cuts the link.
+        as_ranks(&wires, &store, 2, |me, link| {
+            if me == 1 {
+                let link = Arc::new(link);
+                let other = Arc::clone(&link);
+                let cutting = std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(50));
+                    other.cut();
+                });
+                let text = link.receive(0, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err().words;
+                assert!(text.contains("ended on this rank"), "{text}");
+                cutting.join().unwrap();
+            } else {
+                let text = link.receive(1, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err().words;
+                assert_eq!(text, "Connection closed by peer");
+            }
+        });
+    }
 }
 
 /// A mailbox that is slow, and counts the mail that it has taken.
@@ -256,10 +294,12 @@ fn the_mail_of_a_rank_that_leaves_is_handed_over_before_any_call_fails() {
             drop(link);
         },
     ];
-    for (way, leave) in ways.iter().enumerate() {
-        for paths in [0, 2] {
+    let cases = carriers().into_iter().map(|over| (over, 0)).chain([(Over::Tcp, 2)]);
+    for (case, (over, paths)) in cases.enumerate() {
+        println!("{over:?}, {paths} paths");
+        for (way, leave) in ways.iter().enumerate() {
             let (wires, store, address) =
-                (wires(2), Memory::default(), own_address(40 + 2 * way as u8 + paths as u8 / 2));
+                (wires_over(&over, 2), Memory::default(), own_address(40 + 8 * way as u8 + case as u8));
             let paths = vec![address.clone(); paths];
             let join = |rank: usize| {
                 let place = Place { paths: &paths, address: &address, ..place(&store, 1, rank, 2) };
@@ -300,115 +340,131 @@ fn the_mail_of_a_rank_that_leaves_is_handed_over_before_any_call_fails() {
 
 #[test]
 fn what_was_sent_before_the_link_was_cut_is_received() {
-    let (wires, store) = (wires(2), Memory::default());
-    as_ranks(&wires, &store, 1, |me, link| {
-        if me == 0 {
-            for turn in 0..100 {
-                link.send(1, 0, data(1000, [turn, 0, 0, 0]), 1000).unwrap().wait(PATIENT).unwrap();
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 2), Memory::default());
+        as_ranks(&wires, &store, 1, |me, link| {
+            if me == 0 {
+                for turn in 0..100 {
+                    link.send(1, 0, data(1000, [turn, 0, 0, 0]), 1000).unwrap().wait(PATIENT).unwrap();
+                }
+                return; // drops the link
             }
-            return; // drops the link
-        }
-        for turn in 0..100 {
-            let came = link.receive(0, 0, vec![0; 1000], 1000).unwrap().wait(PATIENT).unwrap();
-            assert!(came == data(1000, [turn, 0, 0, 0]));
-        }
-        assert!(link.receive(0, 0, vec![0; 8], 8).map(|one| one.wait(PATIENT).is_err()).unwrap_or(true));
-    });
+            for turn in 0..100 {
+                let came = link.receive(0, 0, vec![0; 1000], 1000).unwrap().wait(PATIENT).unwrap();
+                assert!(came == data(1000, [turn, 0, 0, 0]));
+            }
+            assert!(link.receive(0, 0, vec![0; 8], 8).map(|one| one.wait(PATIENT).is_err()).unwrap_or(true));
+        });
+    }
 }
 
 #[test]
 fn memory_of_a_body_is_not_used_after_the_link_was_cut() {
-    let (wires, store) = (wires(2), Memory::default());
-    as_ranks(&wires, &store, 1, |me, link| {
-        let (sender, ended) = channel();
-        let done = move |outcome: std::result::Result<(), String>| drop(sender.send(outcome));
-        let mut memory = vec![me as u8 + 1; 64 << 20];
-        let pieces = vec![Span { addr: memory.as_mut_ptr() as usize, bytes: memory.len() }];
-        // SAFETY: the memory is kept until the body has ended.
-        unsafe {
-            match me {
-                0 => link.send_body(1, 5, pieces, Box::new(done)).unwrap(),
-                _ => link.receive_body(0, 5, pieces, Box::new(done)).unwrap(),
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 2), Memory::default());
+        as_ranks(&wires, &store, 1, |me, link| {
+            let (sender, ended) = channel();
+            let done = move |outcome: std::result::Result<(), String>| drop(sender.send(outcome));
+            let mut memory = vec![me as u8 + 1; 64 << 20];
+            let pieces = vec![Span { addr: memory.as_mut_ptr() as usize, bytes: memory.len() }];
+            // SAFETY: the memory is kept until the body has ended.
+            let begun = unsafe {
+                match me {
+                    0 => link.send_body(1, 5, pieces, Box::new(done)),
+                    _ => link.receive_body(0, 5, pieces, Box::new(done)),
+                }
+            };
+            if begun.is_err() {
+                return assert_eq!(me, 0, "rank 1 leaves, perhaps before a slow rank 0 comes to this");
             }
-        }
-        std::thread::sleep(Duration::from_millis(5 * me as u64));
-        if me == 1 {
-            link.cut();
-            let before = memory.clone();
-            assert!(ended.recv_timeout(PATIENT).is_ok());
-            std::thread::sleep(Duration::from_millis(30));
-            assert!(before == memory, "received after the cut");
-        } else {
-            assert!(ended.recv_timeout(PATIENT).is_ok(), "the peer cut it, so it ends one way or the other");
-        }
-    });
+            std::thread::sleep(Duration::from_millis(5 * me as u64));
+            if me == 1 {
+                link.cut();
+                assert!(ended.recv_timeout(PATIENT).is_ok());
+                let before = memory.clone();
+                std::thread::sleep(Duration::from_millis(30));
+                assert!(before == memory, "received after the cut");
+            } else {
+                assert!(ended.recv_timeout(PATIENT).is_ok(), "the peer cut it, so it ends one way or the other");
+            }
+        });
+    }
 }
 
 /// A lane may drop its transfer at any time: before the peer has called, in the middle of the data, or afterwards. Its
 /// group fails then, but other groups must be able to use the connection.
 #[test]
 fn memory_of_a_lanes_transfer_is_not_used_after_it_was_dropped() {
-    let (wires, store) = (wires(2), Memory::default());
-    for round in 0..24u64 {
-        let (drops_first, late) = (round % 2 == 0, Duration::from_micros(300 * (round / 2)));
-        as_ranks(&wires, &store, 1 + round as u8, |me, link| {
-            let (mut memory, number) = (vec![me as u8 + 1; 8 << 20], 7);
-            let middle = memory.len() / 2;
-            let base = memory.as_mut_ptr() as usize;
-            let pieces = vec![Span { addr: base, bytes: middle }, Span { addr: base + middle, bytes: middle }];
-            // SAFETY: the memory outlives the transfer, and is read only after the transfer has ended or was dropped.
-            let transfer = unsafe {
-                match me {
-                    0 => link.send_from(1, number, pieces),
-                    _ => link.receive_into(0, number, pieces),
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 2), Memory::default());
+        for round in 0..24u64 {
+            let (drops_first, late) = (round % 2 == 0, Duration::from_micros(300 * (round / 2)));
+            as_ranks(&wires, &store, 1 + round as u8, |me, link| {
+                let (mut memory, number) = (vec![me as u8 + 1; 8 << 20], 7);
+                let middle = memory.len() / 2;
+                let base = memory.as_mut_ptr() as usize;
+                let pieces = vec![Span { addr: base, bytes: middle }, Span { addr: base + middle, bytes: middle }];
+                // SAFETY: the memory outlives the transfer, and is read only after the transfer has ended or was dropped.
+                let transfer = unsafe {
+                    match me {
+                        0 => link.send_from(1, number, pieces),
+                        _ => link.receive_into(0, number, pieces),
+                    }
+                };
+                // The rank that drops its transfer may have left before a late peer calls.
+                let Ok(transfer) = transfer else {
+                    assert!((me == 0) != drops_first, "nobody has left yet");
+                    return;
+                };
+                if (me == 0) == drops_first {
+                    std::thread::sleep(late);
+                    drop(transfer);
+                    let before = memory.clone();
+                    memory.fill(9);
+                    std::thread::sleep(Duration::from_millis(20));
+                    assert!(memory.iter().all(|byte| *byte == 9), "received after the transfer was dropped");
+                    assert!(before.iter().all(|byte| *byte == 1 || (me == 1 && *byte == 2)), "other bytes");
+                    link.cut();
+                } else if transfer.wait(PATIENT).is_ok() && me == 1 {
+                    assert!(memory.iter().all(|byte| *byte == 1), "what was sent is not what came");
                 }
-            };
-            // The rank that drops its transfer may have left before a late peer calls.
-            let Ok(transfer) = transfer else {
-                assert!((me == 0) != drops_first, "nobody has left yet");
-                return;
-            };
-            if (me == 0) == drops_first {
-                std::thread::sleep(late);
-                drop(transfer);
-                let before = memory.clone();
-                memory.fill(9);
-                std::thread::sleep(Duration::from_millis(20));
-                assert!(memory.iter().all(|byte| *byte == 9), "received after the transfer was dropped");
-                assert!(before.iter().all(|byte| *byte == 1 || (me == 1 && *byte == 2)), "other bytes");
-                link.cut();
-            } else if transfer.wait(PATIENT).is_ok() && me == 1 {
-                assert!(memory.iter().all(|byte| *byte == 1), "what was sent is not what came");
-            }
+            });
+        }
+        // The connection still works: transfers that had begun continued from a copy, or their data was discarded.
+        as_ranks(&wires, &store, 99, |me, link| {
+            let next = link.send(1 - me, 0, vec![me as u8; 8], 8).unwrap();
+            assert_eq!(link.receive(1 - me, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap()[0] as usize, 1 - me);
+            next.wait(PATIENT).unwrap();
         });
     }
-    // The connection still works: transfers that had begun continued from a copy, or their data was discarded.
-    as_ranks(&wires, &store, 99, |me, link| {
-        let next = link.send(1 - me, 0, vec![me as u8; 8], 8).unwrap();
-        assert_eq!(link.receive(1 - me, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap()[0] as usize, 1 - me);
-        next.wait(PATIENT).unwrap();
-    });
 }
 
 #[test]
 fn further_groups_use_the_same_connections_and_the_last_one_closes_them() {
-    let (wires, store) = (wires(4), Memory::default());
-    let open = || wires.iter().map(|wire| wire.open_connections()).collect::<Vec<_>>();
-    let first = as_ranks(&wires, &store, 1, |_, link| link);
-    assert_eq!(open(), [3, 3, 3, 3]);
-    let mut others: Vec<Vec<WireLink>> = (2..8).map(|group| as_ranks(&wires, &store, group, |_, link| link)).collect();
-    others.push(as_ranks(&wires[1..3], &store, 8, |_, link| link));
-    assert_eq!(open(), [3, 3, 3, 3]);
-    drop((first, others));
-    assert_eq!(open(), [0, 0, 0, 0]);
-    // Creates groups again while the old connections are being closed.
-    for group in 10..30 {
-        as_ranks(&wires, &store, group, |me, link| {
-            let next = link.send((me + 1) % 4, 0, vec![me as u8; 8], 8).unwrap();
-            let came = link.receive((me + 3) % 4, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap();
-            assert_eq!(came[0] as usize, (me + 3) % 4);
-            next.wait(PATIENT).unwrap();
-        });
+    for over in carriers() {
+        println!("{over:?}");
+        let (wires, store) = (wires_over(&over, 4), Memory::default());
+        let open = || wires.iter().map(|wire| wire.open_connections()).collect::<Vec<_>>();
+        let first = as_ranks(&wires, &store, 1, |_, link| link);
+        assert_eq!(open(), [3, 3, 3, 3]);
+        let mut others: Vec<Vec<WireLink>> =
+            (2..8).map(|group| as_ranks(&wires, &store, group, |_, link| link)).collect();
+        others.push(as_ranks(&wires[1..3], &store, 8, |_, link| link));
+        assert_eq!(open(), [3, 3, 3, 3]);
+        drop((first, others));
+        assert_eq!(open(), [0, 0, 0, 0]);
+        // Creates groups again while the old connections are being closed.
+        for group in 10..30 {
+            as_ranks(&wires, &store, group, |me, link| {
+                let next = link.send((me + 1) % 4, 0, vec![me as u8; 8], 8).unwrap();
+                let came = link.receive((me + 3) % 4, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap();
+                assert_eq!(came[0] as usize, (me + 3) % 4);
+                next.wait(PATIENT).unwrap();
+            });
+        }
     }
 }
 
@@ -538,7 +594,7 @@ impl Mailbox for Blocking {
 #[test]
 fn groups_that_are_made_at_once_share_one_connection() {
     let (caller, called) = caller_and_called();
-    let third = Wire::new().unwrap();
+    let third = Wire::new(&Over::Tcp).unwrap();
     let (store, address) = (Memory::default(), own_address(1));
     let place = |group, rank| Place { address: &address, ..place_in(&store, group, rank) };
     std::thread::scope(|scope| {
@@ -649,6 +705,13 @@ impl Store for Late<'_> {
 /// ranks still join or use.
 #[test]
 fn groups_come_and_go_on_several_threads() {
+    for (number, over) in carriers().iter().enumerate() {
+        println!("{over:?}");
+        come_and_go(over, &own_address(16 + number as u8));
+    }
+}
+
+fn come_and_go(over: &Over, address: &str) {
     const PROCESSES: usize = 4;
     const THREADS: u64 = 3;
     const GROUPS: u64 = 40;
@@ -657,7 +720,7 @@ fn groups_come_and_go_on_several_threads() {
         now.as_nanos() as u64 | 1
     });
     println!("SAGELLM_TEST_SEED={seed}");
-    let (wires, store, address) = (wires(PROCESSES), Memory::default(), own_address(2));
+    let (wires, store) = (wires_over(over, PROCESSES), Memory::default());
     let program = |process: usize, thread: u64| {
         let mut shared = Random(seed.wrapping_mul(thread + 3) | 1); // the same sequence on all processes
         let mut own = Random((seed ^ (process as u64 + 1) << 32).wrapping_mul(thread + 7) | 1);
@@ -674,8 +737,7 @@ fn groups_come_and_go_on_several_threads() {
             let mut id = [thread as u8 + 1; 16];
             id[..2].copy_from_slice(&(group as u16).to_le_bytes());
             let slow = Late(&store, Mutex::new(own.clone()));
-            let place =
-                Place { store: &slow, id, rank, size: members.len(), address: &address, paths: &[], timeout: PATIENT };
+            let place = Place { store: &slow, id, rank, size: members.len(), address, paths: &[], timeout: PATIENT };
             own.pause();
             let link = match join(&wires[process], &place) {
                 Ok(link) => link,
@@ -700,7 +762,7 @@ fn groups_come_and_go_on_several_threads() {
         }
     });
     assert!(wires.iter().all(|wire| wire.open_connections() == 0));
-    until("sockets are left", || sockets_at(&address) == (0, 0));
+    until("sockets are left", || sockets_at(address) == (0, 0));
 }
 
 #[test]

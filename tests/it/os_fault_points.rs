@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::host::{Files, Quiet, config};
 use crate::common::{Memory, Spec, on_memory, this_program};
-use sagellm::engine::multihost::wire::{Place, Wire, join};
+use sagellm::engine::multihost::wire::{Over as Carrier, Place, Wire, join};
 use sagellm::error::Error;
 use sagellm::group::Group;
 use sagellm::os::fault_points;
@@ -102,7 +102,7 @@ fn make(over: Over, me: usize, store: &Files, timeout: Duration) -> Result<Arc<G
     let address = "127.0.0.1";
     let paths = vec![address.to_string(); if over == Over::Paths { 3 } else { 0 }];
     let place = Place { store, id: [7; 16], rank: me, size: RANKS, address, paths: &paths, timeout };
-    let link = join(&Wire::of_process()?, &place)?;
+    let link = join(&Wire::of_process(&Carrier::Tcp)?, &place)?;
     Group::of_one_host(me, RANKS, PATIENT, Arc::new(link))
 }
 

@@ -19,12 +19,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::communicator::Api;
 use super::communicators::Communicators;
 use super::group::{DeviceGroup, Place};
-use super::libs::loader::Hints;
 use super::lowering::Capabilities;
 use super::pool::Pool;
 use super::runtime::{Event, Runtime, Stream};
 use super::watchdog::Watchdog;
 use super::{Vendor, lock, open};
+use crate::engine::loader::Hints;
 use crate::error::{Error, Result};
 
 /// A group's devices of one type.

@@ -52,7 +52,6 @@
 //! | `first_use` | which ranks of a communicator are connected, and the launches that wait for other ranks |
 //! | `rules` | pure: how a group's rules and decision table are passed to a library |
 //! | `watchdog` | whether a call will complete |
-//! | `libs/loader` | finds a library and its functions, and reports what was tried |
 //! | `libs/common` | what the communicators of all libraries share |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
 //! | `libs/nccl/tuner`, `profiler` | NCCL's plugins: the tuner, which NCCL asks for an algorithm, and the profiler, to which it reports the one it ran |
@@ -89,12 +88,12 @@ pub use self::engine::DeviceEngine;
 pub use self::group::{Agreed, Counted, DeviceGroup, DeviceRequest, Terms, Watched};
 pub use self::launch::{Job, Launched, calls, launch};
 pub use self::layout::{Buffers, Layout};
-pub use self::libs::loader::Hints;
 pub use self::lifetime::Retired;
 pub use self::lowered::{Lowered, Placed};
 pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream};
 pub use self::watchdog::Found;
+pub use crate::engine::loader::Hints;
 
 use crate::error::{Error, Result};
 use crate::types::enumeration;

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex};
 
 use once_cell::sync::Lazy;
 
-use super::libs::loader::Hints;
 use super::runtime::{Event, Runtime, SPARES_CAPTURES, Stream};
 use super::{Vendor, lock, open_runtime};
+use crate::engine::loader::Hints;
 use crate::error::Result;
 use crate::os::watch;
 

@@ -29,7 +29,8 @@
 //! | `peer` | a lane's transfers to and from one rank |
 //! | `buffers` | the buffers that a lane uses again |
 //! | `link` | what carries bytes between hosts, as a trait |
-//! | `wire` | the link over TCP connections |
+//! | `wire` | the link, over TCP connections or by UCX |
+//! | `ucx` | UCX, a library that carries messages |
 //! | `names` | how error texts name ranks, and the errors of lost ranks |
 
 pub mod batch;
@@ -55,6 +56,7 @@ mod results;
 mod step;
 mod talk;
 pub mod transport;
+pub mod ucx;
 mod vector;
 pub mod wire;
 

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import net
+import ucx
 from harness import IS_GLOO
 from on_device import SHARED_CARD
 
@@ -21,20 +22,21 @@ import simdevice
 import simulated
 
 #: What programs may contain at each place. "staged" is a device without a vendor's library. A vendor's name means its
-#: simulator; "card" is an NVIDIA card that all ranks share.
+#: simulator; "ucx" is the link between the hosts; "card" is an NVIDIA card that all ranks share.
 PLACES = {
     "cpu": GLOO if IS_GLOO else Taste(),
     "reachable": Taste(),
     "partly-reachable": Taste(),
     "two-hosts": HOSTS,
     "three-hosts": HOSTS,
+    "two-hosts-ucx": HOSTS,
     "staged": DEVICE,
     **dict.fromkeys(simulated.VENDORS, VENDOR),
     "card": VENDOR,
 }
 #: Which buffers are in memory that peers can reach.
 REACHABLE = {"reachable": "all", "partly-reachable": "some"}
-HOSTS_OF = {"two-hosts": 2, "three-hosts": 3}
+HOSTS_OF = {"two-hosts": 2, "three-hosts": 3, "two-hosts-ucx": 2}
 
 
 @contextmanager
@@ -42,7 +44,9 @@ def ranks_at(place: str) -> Iterator[Ranks]:
     """Rank processes at a place. Raises `net.Unavailable` if the place needs namespaces that this process cannot
     make."""
     if place in HOSTS_OF:
-        env = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
+        env = {"GLOO_SOCKET_IFNAME": net.INTERFACE, **(ucx.BY_UCX if place.endswith("ucx") else {})}
+        if place.endswith("ucx") and (why := ucx.missing()):
+            raise net.Unavailable(why)
         with net.Network(HOSTS_OF[place]) as network, closing(Ranks(env=env, hosts=network.names)) as ranks:
             yield ranks
         return

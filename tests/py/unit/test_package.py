@@ -150,6 +150,14 @@ def test_every_variable_of_an_option_overrides_it() -> None:
     assert options.overridden(both) == {"blocking_wait": False}
 
 
+def test_the_variable_of_the_link_has_two_values() -> None:
+    assert [variables.link({variables.LINK: text}) for text in ("", " UCX ", "tcp")] == ["tcp", "ucx", "tcp"]
+    assert variables.link({}) == "tcp"
+    with pytest.raises(ValueError, match=r"^sagellm: SAGELLM_LINK='rdma', expected one of tcp, ucx$"):
+        variables.link({variables.LINK: "rdma"})
+    assert [found.is_refused for found in variables.wrong({variables.LINK: "rdma"})] == [True]
+
+
 def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
     import torch_sagellm
     from torch_sagellm import topology

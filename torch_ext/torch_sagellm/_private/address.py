@@ -71,11 +71,15 @@ class Addresses:
         return next(iter([*far, *self.kinds.values()]), [])
 
 
+def interfaces(variable: str) -> list[str]:
+    """The interfaces that a variable names."""
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+
+
 def find(store: Any) -> Addresses:
     """The addresses of this process for a group over this store."""
     for variable in (OURS, VARIABLE):
-        names = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
-        if names:
+        if names := interfaces(variable):
             return _of_interfaces(names, variable)
     kinds: dict[int, list[str]] = {}
     for address in _without_variable(store):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch_sagellm._private import descriptors, load
+from torch_sagellm._private import descriptors, load, variables
 from torch_sagellm._private.texts import printable
 
 #: Prefix of the delegate's keys, which must differ from the rendezvous's keys in the same store.
@@ -105,7 +105,7 @@ class Facts:
     global_ranks_in_group: list[int]
 
 
-def make(name: str, options: Any, decided: Any, addresses: list[str], links: int = 1) -> list[Any]:
+def make(name: str, options: Any, decided: Any, addresses: list[str], links: int = 1, link: str = "tcp") -> list[Any]:
     """Connects the ranks of a group that spans hosts, or creates a group's delegate. Every rank calls it.
 
     It succeeds on all ranks, or all ranks raise the same error, at the latest a second after the group's timeout,
@@ -117,7 +117,7 @@ def make(name: str, options: Any, decided: Any, addresses: list[str], links: int
     def run() -> list[Any]:
         if decided.spans_hosts:
             paths = [addresses[number % len(addresses)] for number in range(links)] if links > 1 else []
-            decided._connect(addresses[0], " ".join(paths))
+            decided._connect(addresses[0], " ".join(paths), link)
             return []
         # Keys of an earlier attempt at the same group may be in the store, and gloo would use them.
         made = build(wanted, options, f"{PREFIX}/{decided.id}", addresses)
@@ -218,9 +218,14 @@ class Making:
         return self._failure(f"Timed out after {self.seconds:g} s")
 
     def _failure(self, what: str) -> str:
-        return (
+        text = (
             f"sagellm: group {self.options.group_id!r} of {self.options.group_size} ranks: {self.own} could not "
-            f"connect with the others: {what}. Every rank must reach every other at its address, at any port: check "
+            f"connect with the others: {what}"
+        )
+        if "UCX" in what or variables.LINK in what:
+            return text  # it says what to do
+        return (
+            f"{text}. Every rank must reach every other at its address, at any port: check "
             "firewalls and routes (`torch-sagellm doctor --peer` does), or set GLOO_SOCKET_IFNAME on every rank to the "
             "interface that leads to the other hosts"
         )

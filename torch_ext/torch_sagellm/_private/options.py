@@ -86,13 +86,9 @@ def overridden(environment: Mapping[str, str]) -> dict[str, Any]:
     as unset."""
     found: dict[str, Any] = {}
     for variable, (option, judge) in variables.OVERRIDES.items():
-        text = environment.get(variable, "").strip()
-        if not text:
-            continue
-        if expected := judge(text):
-            raise ValueError(f"sagellm: {variable}={text!r}, expected {expected}")
-        kind = OPTIONS[option]
-        found[option] = variables.SWITCH[text.lower()] if kind is bool else kind(text)
+        if text := variables.accepted(environment, variable, judge):
+            kind = OPTIONS[option]
+            found[option] = variables.SWITCH[text.lower()] if kind is bool else kind(text)
     return found
 
 

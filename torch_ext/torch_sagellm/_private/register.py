@@ -40,6 +40,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     extension = load.extension()
     log.configure(extension)
     variables.check()
+    variables.link(os.environ)  # every group refuses a wrong value, also one that needs no link
     if variables.SWITCH.get(os.environ.get(SHARED, "").strip().lower(), False):
         extension._share_allocations(True)
     if os.environ.get(log.VARIABLE):
@@ -69,7 +70,7 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
     """Builds the backend after the ranks have met, with a link or a delegate if they decided so."""
-    from torch_sagellm._private import address, alive
+    from torch_sagellm._private import address, alive, variables
     from torch_sagellm._private import delegate as _delegate
 
     ours._forked = os.getpid() != _torch_sagellm_autoload.PROCESS
@@ -93,7 +94,10 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
     chosen = addresses.chosen(decided.network)
     alive.announce(options.store, options.group_rank, chosen, agreed=bool(decided.network))
     links = max(ours.links, len(chosen) if os.environ.get(address.OURS, "").strip() else 1)
-    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen, links))
+    link = variables.link(os.environ)
+    if names := address.interfaces(address.OURS):
+        link += ":" + ",".join(names)  # those that UCX uses
+    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen, links, link))
 
 
 def _refuse_mpi(group: str, reason: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """Checks the values of this package's environment variables: when the first group is created, and in ``doctor``.
 
-An invalid value of a variable that overrides an option makes every group fail (``Rule.is_refused``). For the others it
-has the effect that ``Rule.then`` states, usually that of the default; each process warns once, so that the value is
-noticed.
+An invalid value of a variable that overrides an option, or that chooses the link, makes every group fail
+(``Rule.is_refused``). For the others it has the effect that ``Rule.then`` states, usually that of the default; each
+process warns once, so that the value is noticed.
 """
 
 from __future__ import annotations
@@ -86,17 +86,20 @@ class Rule:
     is_told: bool = False
     #: The option of every group that the variable overrides; "" if it overrides none.
     option: str = ""
+    #: Whether every group is refused because of a wrong value.
+    is_refused: bool = False
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether every group is refused because of a wrong value."""
-        return bool(self.option)
+
+def _refused(judge: Callable[[str], str | None], option: str = "") -> Rule:
+    return Rule(judge, "every group is refused", option=option, is_refused=True)
 
 
 def _overrides(option: str, judge: Callable[[str], str | None]) -> Rule:
-    return Rule(judge, "every group is refused", option=option)
+    return _refused(judge, option)
 
 
+#: What carries the bytes between hosts.
+LINK = "SAGELLM_LINK"
 RULES: dict[str, Rule] = {
     "SAGELLM_BLOCKING_WAIT": _overrides("blocking_wait", _switch),
     "SAGELLM_CACHE_DIR": Rule(_folder, "torch-sagellm tune cannot write its table"),
@@ -106,6 +109,7 @@ RULES: dict[str, Rule] = {
     "SAGELLM_EXPLAIN": Rule(_one, "it counts as 0"),
     "SAGELLM_FUSION": _overrides("fusion", _switch),
     "SAGELLM_KERNELS": Rule(words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
+    LINK: _refused(words("tcp", "ucx")),
     "SAGELLM_LINKS": _overrides("links", _links),
     "SAGELLM_LOG": Rule(
         words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True
@@ -130,6 +134,19 @@ OVERRIDES: dict[str, tuple[str, Callable[[str], str | None]]] = {
     "TORCH_NCCL_BLOCKING_WAIT": ("blocking_wait", _switch),
     **{name: (rule.option, rule.judge) for name, rule in RULES.items() if rule.option},
 }
+
+
+def accepted(environment: Mapping[str, str], name: str, judge: Callable[[str], str | None]) -> str:
+    """The value of a variable, "" if it is unset or empty; a ValueError if the judge refuses it."""
+    text = environment.get(name, "").strip()
+    if text and (expected := judge(text)):
+        raise ValueError(f"sagellm: {name}={text!r}, expected {expected}")
+    return text
+
+
+def link(environment: Mapping[str, str]) -> str:
+    """What carries the bytes between hosts."""
+    return accepted(environment, LINK, RULES[LINK].judge).lower() or "tcp"
 
 
 def wrong(environment: Mapping[str, str]) -> Iterator[Wrong]:

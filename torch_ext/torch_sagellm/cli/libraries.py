@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 #: The variables that name a library file.
-VARIABLES = tuple(f"SAGELLM_{key}_LIBRARY" for key in ("NCCL", "CUDA", "HCCL", "HCOMM", "ACL", "CNCL", "CNRT"))
+VARIABLES = tuple(f"SAGELLM_{key}_LIBRARY" for key in ("NCCL", "CUDA", "HCCL", "HCOMM", "ACL", "CNCL", "CNRT", "UCX"))
 FOLDER = "SAGELLM_VENDOR_DIR"
 #: The oldest supported NCCL (src/engine/device/libs/nccl/communicator.rs; a test compares the two).
 OLDEST_NCCL = 21800

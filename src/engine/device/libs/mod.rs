@@ -3,5 +3,4 @@
 pub mod cncl;
 mod common;
 pub mod hccl;
-pub mod loader;
 pub mod nccl;

@@ -10,6 +10,7 @@ use super::connection::Connection;
 use super::doors::{ANSWER, MAGIC, MAGIC_OF_SEVERAL, read_up_to};
 use super::meet::{Calling, Other, failed};
 use super::path::Socket;
+use super::receiver::Origin;
 use super::sockets::socket_address;
 use super::{ProcessId, Wire, sockets};
 use crate::error::Result;
@@ -115,7 +116,7 @@ impl Wire {
         sockets::set_up(call.fd.as_raw_fd());
         let token = self.token();
         let Some(path) = call.path else {
-            self.add_connection(Arc::new(Connection::new(token, other.process, call.fd)))?;
+            self.add_connection(self.connection(Origin { peer: other.process, token }, call.fd, true))?;
             return Ok(None);
         };
         let socket = Socket::new(token, call.fd);

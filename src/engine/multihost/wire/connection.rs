@@ -1,10 +1,12 @@
-//! The connection to another process, which all groups of the two processes share: one TCP connection (`single`) or
-//! several (`several`).
+//! The connection to another process, which all groups of the two processes share: one TCP connection (`single`),
+//! several (`several`), or UCX (`carried`).
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::ProcessId;
+use super::carried::Carried;
 use super::driving::Driving;
 use super::path::Socket;
 use super::receiver::{Origin, Routes, Turn};
@@ -23,6 +25,7 @@ pub struct Connection {
 enum Sockets {
     Single(Single),
     Several(Box<Several>),
+    Carried(Arc<Carried>),
 }
 
 impl Connection {
@@ -37,10 +40,31 @@ impl Connection {
         Connection { token: first.token, peer, sockets: Sockets::Several(Box::new(several)) }
     }
 
+    /// A connection whose frames UCX carries.
+    pub fn by_ucx(from: Origin, carried: Arc<Carried>) -> Connection {
+        Connection { token: from.token, peer: from.peer, sockets: Sockets::Carried(carried) }
+    }
+
     pub fn several(&self) -> Option<&Several> {
         match &self.sockets {
-            Sockets::Single(_) => None,
             Sockets::Several(several) => Some(several),
+            Sockets::Single(_) | Sockets::Carried(_) => None,
+        }
+    }
+
+    /// Called once, when the connection may be read.
+    pub fn introduce(&self) -> io::Result<()> {
+        match &self.sockets {
+            Sockets::Carried(carried) => carried.introduce(),
+            Sockets::Single(_) | Sockets::Several(_) => Ok(()),
+        }
+    }
+
+    /// Called once, when everything was written and nothing more will be.
+    pub fn conclude(&self) {
+        match &self.sockets {
+            Sockets::Carried(carried) => carried.conclude(),
+            Sockets::Single(_) | Sockets::Several(_) => (),
         }
     }
 
@@ -49,6 +73,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => vec![(single.fd(), self.token)],
             Sockets::Several(several) => several.sockets().iter().map(|socket| (socket.fd(), socket.token)).collect(),
+            Sockets::Carried(carried) => vec![(carried.fd(), self.token)],
         }
     }
 
@@ -56,6 +81,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.broken(),
             Sockets::Several(several) => several.broken(),
+            Sockets::Carried(carried) => carried.broken(),
         }
     }
 
@@ -64,6 +90,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.is_flushed(),
             Sockets::Several(several) => several.is_flushed(),
+            Sockets::Carried(carried) => carried.is_flushed(),
         }
     }
 
@@ -73,6 +100,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.is_delivered(),
             Sockets::Several(several) => several.is_flushed(), // the peer's process has acknowledged everything
+            Sockets::Carried(carried) => carried.is_delivered(), // the system or the device has everything
         }
     }
 
@@ -82,6 +110,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.push(driving, outgoing, events),
             Sockets::Several(several) => several.push(driving, outgoing, events),
+            Sockets::Carried(carried) => carried.push(outgoing, events),
         }
     }
 
@@ -90,6 +119,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.flush(driving, events),
             Sockets::Several(several) => several.writable(driving, token),
+            Sockets::Carried(_) => (), // UCX waits for its own sockets
         }
     }
 
@@ -99,6 +129,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.read(routes, from, events),
             Sockets::Several(several) => several.read(driving, routes, from, token, events),
+            Sockets::Carried(carried) => carried.read(events),
         }
     }
 
@@ -108,6 +139,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.forget(channel, why, events),
             Sockets::Several(several) => several.forget(driving, channel, why, events),
+            Sockets::Carried(carried) => carried.forget(channel, why, events),
         }
     }
 
@@ -117,6 +149,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.give_up(is_it, meanwhile),
             Sockets::Several(several) => several.give_up(driving, is_it, meanwhile),
+            Sockets::Carried(carried) => carried.give_up(is_it, meanwhile),
         }
     }
 
@@ -125,6 +158,7 @@ impl Connection {
         match &self.sockets {
             Sockets::Single(single) => single.fail(driving, why, events),
             Sockets::Several(several) => several.fail(why, events),
+            Sockets::Carried(carried) => carried.fail(why, events),
         }
     }
 }

@@ -183,6 +183,28 @@ impl Driving {
         }
     }
 
+    /// Ends the sleep of the thread that drives, or its next one.
+    pub fn interrupt(&self) {
+        self.kick.kick();
+    }
+
+    /// Waits until `done` returns true, while other threads drive: something must be pending (`Counted`). Returns false
+    /// if the deadline passes first.
+    pub fn wait_for_others(&self, done: impl Fn() -> bool, timeout: Duration) -> bool {
+        let deadline = clock::now().saturating_add(timeout.as_nanos() as u64);
+        loop {
+            if done() {
+                return true;
+            }
+            let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
+            if left.is_zero() {
+                return false;
+            }
+            self.wake_for_pending();
+            self.changed.sleep(left.min(NAP), &done);
+        }
+    }
+
     /// Makes one pass. If nothing is ready, the pass sleeps for at most `sleep`. Returns true if something advanced.
     /// Does nothing if another thread drives.
     pub fn poll(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool, sleep: Duration) -> bool {

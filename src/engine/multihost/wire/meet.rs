@@ -116,6 +116,8 @@ pub(super) struct Other {
     pub(super) paths: Vec<SocketAddr>,
     /// "pid 7, host b", for error texts. Empty if the store does not have it.
     who: String,
+    /// What carries its frames.
+    link: String,
 }
 
 /// The key in the store under which a rank says where it listens. No rank reads it after all have joined the group.
@@ -131,19 +133,21 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let _joining = Joining::new(wire, number);
     let port =
         wire.listen(place.address).map_err(|error| failed(&format!("cannot listen at {}: {error}", place.address)))?;
-    let paths = listen_at(wire, &place.paths[..place.paths.len().min(MOST_PATHS)])?;
+    let paths = if wire.may_have_paths() { &place.paths[..place.paths.len().min(MOST_PATHS)] } else { &[] };
+    let listed = listen_at(wire, paths)?;
     wire.start()?;
     let _driven = Counted::new(wire.driving()); // other ranks connect while this one reads the store
     wire.driving().wake_for_pending();
     let key = |rank: usize| key(&place.id, rank);
     let (pid, host) = (std::process::id(), topology::hostname());
-    let own = format!("{:032x} {port} {} {pid} {host}{paths}", wire.id, place.address);
+    let own = format!("{:032x} {port} {} {pid} {host} {}{listed}", wire.id, place.address, wire.link_name());
     place.store.set(&key(place.rank), own.as_bytes())?;
     let mut others = Vec::new();
     for rank in 0..place.size {
         if rank == place.rank {
             let address = SocketAddr::new(IpAddr::from([0, 0, 0, 0]), 0);
-            others.push(Other { process: wire.id, address, paths: Vec::new(), who: String::new() });
+            let link = wire.link_name().to_string();
+            others.push(Other { process: wire.id, address, paths: Vec::new(), who: String::new(), link });
             continue;
         }
         let text = loop {
@@ -156,7 +160,9 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
             std::thread::sleep(PAUSE);
         };
         let other = Other::read(&text, place);
-        others.push(other.ok_or_else(|| failed(&format!("the store has no address of rank {rank}")))?);
+        let other = other.ok_or_else(|| failed(&format!("the store has no address of rank {rank}")))?;
+        agree(wire, place, rank, &other)?;
+        others.push(other);
     }
     let processes: Vec<ProcessId> = others.iter().map(|other| other.process).collect();
     let who = others.iter().map(|other| other.who.clone()).collect();
@@ -174,12 +180,25 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
         }
         let calling = Calling::new(wire, channel);
         if !calling.left.is_empty() {
-            wire.call(calling, place.paths, &others, until())?;
+            wire.call(calling, paths, &others, until())?;
         }
         let before = missing.len();
         let needs_call = || wire.doors().with_called(|called| !to_call(wire, called, channel).is_empty());
         wire.wait(|| channel.missing().len() != before || needs_call(), until().min(PAUSE * 50));
     }
+}
+
+/// Refuses a rank whose frames are carried by something else.
+fn agree(wire: &Wire, place: &Place, rank: usize, other: &Other) -> Result<()> {
+    let own = wire.link_name();
+    if other.link == own {
+        return Ok(());
+    }
+    let (who, theirs) = (&other.who, cleaned(&other.link, &[]));
+    Err(failed(&format!(
+        "rank {} has SAGELLM_LINK={own} and rank {rank} ({who}) has {theirs}: set it alike on all ranks",
+        place.rank
+    )))
 }
 
 pub(super) fn failed(what: &str) -> Error {
@@ -210,7 +229,8 @@ impl Other {
             (Some(pid), Some(host)) => cleaned(&format!("pid {pid}, host {host}"), &[]),
             _ => String::new(),
         };
-        Some(Other { process, address, paths, who })
+        let link = words.next().unwrap_or("tcp").to_string();
+        Some(Other { process, address, paths, who, link })
     }
 }
 

@@ -36,6 +36,14 @@ impl Memory {
         }
     }
 
+    /// All pieces of the first `bytes` bytes. Borrowed memory has just this size.
+    pub fn all(&self, bytes: usize) -> Vec<Span> {
+        match self {
+            Memory::Owned(buffer) => vec![Span { addr: buffer.as_ptr() as usize, bytes }],
+            Memory::Borrowed(spans) => spans.clone(),
+        }
+    }
+
     /// Copies received bytes to this memory, beginning at offset `from`.
     pub fn write(&mut self, from: usize, data: &[u8]) {
         match self {

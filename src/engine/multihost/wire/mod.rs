@@ -1,5 +1,5 @@
 //! The connections from this process to the processes of its groups on other hosts. There is one connection to each
-//! process, which all groups share.
+//! process, which all groups share. TCP carries it or, if the user asks for it, UCX.
 //!
 //! A group has a *channel* (`channel.rs`), whose frames carry the channel's number. A thread that waits for a message
 //! drives the wire: it reads from all connections, for all groups, while other waiting threads sleep. If no thread
@@ -29,6 +29,13 @@
 //! | `trust` | the sending side: which path is suspected to be dead |
 //! | `assembly` | the receiving side: puts the segments together |
 //! | `parser` | the receiving side: handles the frames |
+//! | `over` | what carries the frames of a wire: TCP or UCX |
+//! | `carrier` | the worker of UCX, and what has happened on it |
+//! | `carried` | a connection whose frames UCX carries |
+//! | `departures` | its sending side: the endpoint, and the frames on their way |
+//! | `arrivals` | its receiving side: the peer's frames in order |
+//! | `label` | the header of a message by which UCX carries a frame |
+//! | `watched` | what these connections use together |
 //! | `meet` | makes a group's channel |
 //! | `doors` | listens, and reads who connects |
 //! | `calls` | connects to the processes of a group |
@@ -38,20 +45,26 @@
 //! `channels`, `early`, a channel's state, a connection's writing side. Threads only try the driver's lock and never
 //! block on it. While a callback outside this module runs, none of these locks is held except the driver's.
 
+mod arrivals;
 mod assembly;
 mod bell;
 mod calls;
+mod carried;
+mod carrier;
 mod channel;
 mod channels;
 mod connection;
+mod departures;
 mod descriptor;
 mod doors;
 mod driving;
 mod frame;
+mod label;
 mod lane;
 mod link;
 mod meet;
 mod memory;
+mod over;
 mod parser;
 mod path;
 mod peer;
@@ -64,11 +77,13 @@ mod sockets;
 mod stripes;
 mod transfer;
 mod trust;
+mod watched;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use self::link::WireLink;
 pub use self::meet::{Place, join, key};
+pub use self::over::Over;
 pub use self::process::Wire;
 
 /// Random number that identifies a process. Only processes that can read the store of one of its groups know it.

@@ -2,22 +2,26 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
+use super::carrier::Carrier;
 use super::channel::Channel;
 use super::channels::Channels;
 use super::connection::Connection;
 use super::doors::{Doors, Stranger};
 use super::driving::{Counted, Driving};
+use super::over::Over;
 use super::path::{MOST_PATHS, Socket};
-use super::receiver::Turn;
+use super::receiver::{Origin, Turn};
 use super::sockets::{Epoll, Ready};
 use super::transfer::{Event, Events};
 use super::{ProcessId, locked, sockets, stripes};
+use crate::engine::multihost::ucx;
 use crate::error::{Error, Result};
 use crate::os::watch::PerProcess;
 use crate::os::{clock, random, watch};
@@ -26,6 +30,7 @@ use crate::os::{clock, random, watch};
 const LINGER: Duration = Duration::from_secs(5);
 
 const TOKEN_KICK: u64 = 0;
+const TOKEN_UCX: u64 = 1;
 
 pub struct Wire {
     pub id: ProcessId,
@@ -33,6 +38,8 @@ pub struct Wire {
     /// child.
     generation: u32,
     driving: Arc<Driving>,
+    /// Set if UCX carries the frames.
+    carrier: Option<Carrier>,
     channels: Channels,
     connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
     by_token: RwLock<HashMap<u64, Arc<Connection>>>,
@@ -59,25 +66,40 @@ struct Closing {
 
 impl Wire {
     /// Returns the wire of this process. The first call creates it.
-    pub fn of_process() -> Result<Arc<Wire>> {
-        static WIRE: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
+    pub fn of_process(over: &Over) -> Result<Arc<Wire>> {
+        static OVER_TCP: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
+        static OVER_UCX: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
         watch::install();
-        WIRE.get().get_or_try_init(Wire::new).cloned()
+        let wire = match over {
+            Over::Tcp => &OVER_TCP,
+            Over::Ucx(_) => &OVER_UCX,
+        };
+        wire.get().get_or_try_init(|| Wire::new(over)).cloned()
     }
 
-    pub fn new() -> Result<Arc<Wire>> {
+    pub fn new(over: &Over) -> Result<Arc<Wire>> {
+        let worker = match over {
+            Over::Tcp => None,
+            Over::Ucx(wanted) => Some(ucx::open(wanted)?),
+        };
         let id = u128::from_le_bytes(random()?);
-        let driving = Epoll::new()
-            .and_then(|epoll| Driving::new(epoll, TOKEN_KICK))
+        let make = || -> io::Result<Driving> {
+            let epoll = Epoll::new()?;
+            worker.as_ref().map_or(Ok(()), |worker| epoll.add(worker.fd, TOKEN_UCX))?;
+            Driving::new(epoll, TOKEN_KICK)
+        };
+        let driving = make()
             .map_err(|error| Error::system(format!("sagellm: the system refuses what connections need: {error}")))?;
+        let driving = Arc::new(driving);
         Ok(Arc::new_cyclic(|this| Wire {
             id,
             generation: watch::generation(),
-            driving: Arc::new(driving),
+            carrier: worker.map(|worker| Carrier::new(worker, &driving)),
+            driving,
             channels: Channels::default(),
             connections: Mutex::default(),
             by_token: RwLock::default(),
-            tokens: AtomicU64::new(TOKEN_KICK + 1),
+            tokens: AtomicU64::new(TOKEN_UCX + 1),
             doors: Doors::default(),
             closing: Mutex::default(),
             of_several: AtomicBool::new(false),
@@ -95,6 +117,16 @@ impl Wire {
     /// The groups' channels.
     pub fn channels(&self) -> &Channels {
         &self.channels
+    }
+
+    /// What carries the frames, as users name it (`SAGELLM_LINK`).
+    pub fn link_name(&self) -> &'static str {
+        if self.carrier.is_some() { "ucx" } else { "tcp" }
+    }
+
+    /// Whether a connection may consist of several TCP connections.
+    pub fn may_have_paths(&self) -> bool {
+        self.carrier.is_none()
     }
 
     /// Which thread drives.
@@ -152,22 +184,28 @@ impl Wire {
     /// Handles the connections that are ready, after a sleep of at most `sleep`. Returns true if something advanced.
     fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
         let looks = self.of_several.load(Ordering::Relaxed);
-        let sleep = if looks { sleep.min(stripes::LOOK) } else { sleep };
-        self.epoll().wait(sleep.as_micros().div_ceil(1000) as i32, ready);
+        let mut sleep = if looks { sleep.min(stripes::LOOK) } else { sleep };
         let mut events = Events::default();
+        let mut moved = false;
+        if let Some(carrier) = &self.carrier {
+            moved = self.advance(carrier, &mut events);
+            sleep = if moved { Duration::ZERO } else { carrier.longest_sleep(sleep) };
+        }
+        self.epoll().wait(sleep.as_micros().div_ceil(1000) as i32, ready);
         if looks {
             self.look(&mut events);
         }
-        let mut moved = false;
         for one in ready.iter() {
             if one.token == TOKEN_KICK {
                 self.driving.clear_kick();
                 moved = true;
                 continue;
             }
-            let connection =
-                self.by_token.read().unwrap_or_else(PoisonError::into_inner).get(&one.token).map(Arc::clone);
-            let Some(connection) = connection else {
+            if let (TOKEN_UCX, Some(carrier)) = (one.token, &self.carrier) {
+                moved |= self.advance(carrier, &mut events);
+                continue;
+            }
+            let Some(connection) = self.by_token(one.token) else {
                 moved |= self.at_the_door(one.token);
                 continue;
             };
@@ -198,6 +236,22 @@ impl Wire {
         events.run();
         if ended {
             self.driving.ring();
+        }
+        moved
+    }
+
+    fn by_token(&self, token: u64) -> Option<Arc<Connection>> {
+        self.by_token.read().unwrap_or_else(PoisonError::into_inner).get(&token).cloned()
+    }
+
+    /// Advances UCX. Returns true if something advanced.
+    fn advance(&self, carrier: &Carrier, events: &mut Events) -> bool {
+        let mut gone = Vec::new();
+        let moved = carrier.pass(&self.channels, events, &mut gone);
+        for (token, why) in gone {
+            if let Some(connection) = self.by_token(token) {
+                self.drop_connection(&connection, &why, events);
+            }
         }
         moved
     }
@@ -248,13 +302,22 @@ impl Wire {
         };
         let stream = stranger.answer(self.id)?;
         let Some((number, at)) = said.path else {
-            return self.add_connection(Arc::new(Connection::new(token, said.who, stream.into())));
+            return self.add_connection(self.connection(Origin { peer: said.who, token }, stream.into(), false));
         };
         let socket = Socket::new(token, stream.into());
         match first {
             Some(connection) => self.add_path(&connection, at as usize, &socket),
             None => self.add_connection(Arc::new(Connection::of_several(&self.driving, said.who, number, &socket))),
         }
+    }
+
+    /// Makes a connection of one TCP connection, on which the two processes have named each other. `is_first`: whether
+    /// this process has called the other.
+    pub fn connection(&self, from: Origin, fd: OwnedFd, is_first: bool) -> Arc<Connection> {
+        Arc::new(match &self.carrier {
+            Some(carrier) => Connection::by_ucx(from, carrier.carry(from, fd, is_first)),
+            None => Connection::new(from.token, from.peer, fd),
+        })
     }
 
     /// Adds a connection whose peer has proved its identity. If there is an earlier connection to the same process, the
@@ -270,6 +333,7 @@ impl Wire {
             self.of_several.store(true, Ordering::Relaxed);
         }
         // This comes last, because nothing may be read before the channels know the connection.
+        connection.introduce()?;
         connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll().add(fd, token))
     }
 
@@ -370,6 +434,7 @@ impl Wire {
             }
             if !one.shut && one.connection.is_flushed() {
                 one.shut = true;
+                one.connection.conclude();
                 one.connection.sockets().into_iter().for_each(|(fd, _)| sockets::shut(fd));
             }
             if one.since.elapsed() < LINGER {

@@ -97,9 +97,14 @@ impl Incoming {
 
     /// If `is_it` selects the frame's transfer, the rest of the data is discarded.
     pub fn give_up(&mut self, is_it: impl Fn(&End) -> bool) {
-        if matches!(&self.target, Target::Posted(_, end) if is_it(end)) {
+        if self.is_of(is_it) {
             self.target = Target::Discard;
         }
+    }
+
+    /// Whether `is_it` selects the frame's transfer.
+    pub fn is_of(&self, is_it: impl Fn(&End) -> bool) -> bool {
+        matches!(&self.target, Target::Posted(_, end) if is_it(end))
     }
 }
 

@@ -100,6 +100,15 @@ impl Target {
         }
     }
 
+    /// All pieces of the first `bytes` bytes. None if the data is discarded.
+    pub fn all(&mut self, bytes: usize) -> Vec<Span> {
+        match self {
+            Target::Discard => Vec::new(),
+            Target::Fresh(buffer) => vec![Span { addr: buffer.as_mut_ptr() as usize, bytes }],
+            Target::Posted(memory, _) => memory.all(bytes),
+        }
+    }
+
     pub fn write(&mut self, from: usize, data: &[u8]) {
         match self {
             Target::Discard => (),

@@ -10,9 +10,9 @@ use super::declarations::{CliqueId, Comm};
 use crate::config;
 use crate::engine::device::communicator::*;
 use crate::engine::device::libs::common::*;
-use crate::engine::device::libs::loader::{Hints, Known, Library};
 use crate::engine::device::lowering::{Capabilities, Double, Ops};
 use crate::engine::device::runtime::Stream;
+use crate::engine::loader::{Hints, Known, Library};
 use crate::error::{Error, Result};
 use crate::types::{Dtype, ReduceOp};
 

@@ -4,7 +4,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use crate::engine::device::libs::loader::symbols;
+use crate::engine::loader::symbols;
 
 pub type Comm = *mut c_void;
 pub type Code = c_int;

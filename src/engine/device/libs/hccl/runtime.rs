@@ -7,8 +7,8 @@ use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex};
 
 use crate::engine::device::communicator::text;
-use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
 use crate::engine::device::runtime::{Event, Runtime, Spare, Stream};
+use crate::engine::loader::{Hints, Known, Library, symbols};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {

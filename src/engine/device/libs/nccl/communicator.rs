@@ -9,14 +9,26 @@ use std::time::{Duration, Instant};
 use super::{profiler, tuner};
 use crate::engine::device::communicator::*;
 use crate::engine::device::libs::common::*;
-use crate::engine::device::libs::loader::{Hints, Known, Library, Needed};
 use crate::engine::device::lowering::{Capabilities, Double, Ops};
 use crate::engine::device::runtime::{Runtime, Stream};
+use crate::engine::loader::{Hints, Known, Library};
 use crate::error::{Error, Result};
 use crate::reduce::{f32_to_bf16, f32_to_f16};
 use crate::select::Policy;
 use crate::types::{Dtype, Kind, ReduceOp};
 use nccl_sys::{self as sys, Comm, Config, UniqueId};
+
+/// `Symbol::of` for a function of `nccl_sys`.
+trait Needed<F> {
+    /// Returns the function, or an error that names it if the library does not have it.
+    fn of(&self, library: &Library) -> Result<F>;
+}
+
+impl<F: Copy> Needed<F> for nccl_sys::Symbol<F> {
+    fn of(&self, library: &Library) -> Result<F> {
+        self.function.ok_or_else(|| library.lacks(self.name))
+    }
+}
 
 pub static KNOWN: Known = Known {
     key: "NCCL",

@@ -14,8 +14,8 @@ use cudarc::driver::sys::{
 };
 
 use crate::engine::device::communicator::text;
-use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
 use crate::engine::device::runtime::{Event, Runtime, Spare, Stream};
+use crate::engine::loader::{Hints, Known, Library, symbols};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {

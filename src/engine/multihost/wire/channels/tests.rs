@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::super::{Place, Wire, join};
+use super::super::{Over, Place, Wire, join};
 use super::*;
 use crate::engine::multihost::link::Link;
 use crate::error::Result;
@@ -37,7 +37,7 @@ fn place(store: &Hiding, group: u8, rank: usize) -> Place<'_> {
 /// closes the connection. Rank 1 must not see that rank 0 leaves before it sees that rank 0 has joined.
 #[test]
 fn a_rank_that_was_early_and_leaves_at_once_had_joined() {
-    let (first, second) = (Wire::new().unwrap(), Wire::new().unwrap());
+    let (first, second) = (Wire::new(&Over::Tcp).unwrap(), Wire::new(&Over::Tcp).unwrap());
     let store = Hiding { shows: AtomicBool::new(true), ..Hiding::default() };
     let open = std::thread::scope(|scope| {
         let other = scope.spawn(|| join(&second, &place(&store, 1, 1)).unwrap());

@@ -1,4 +1,4 @@
-//! Finds a vendor's library at run time, and looks up functions in it. The same code serves all vendors.
+//! Finds a library of others at run time, and looks up functions in it: the libraries of vendors, and UCX.
 //!
 //! The following places are searched in this order. The first file that can be opened is used; the error lists every
 //! file that was tried:
@@ -9,6 +9,8 @@
 //! 4. the bare file name, which the dynamic loader searches for.
 //!
 //! Every symbol is optional. A library is never closed, because destructors of vendor libraries may end the process.
+
+#![allow(unsafe_code)] // opens libraries, and looks up functions in them
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::{Path, PathBuf};
@@ -70,9 +72,12 @@ impl Library {
         };
         let handle = first.ok_or_else(|| {
             let variable = format!("SAGELLM_{}_LIBRARY", known.key);
-            let why = match named {
-                Some(_) => format!("This one was named by the option vendor or by {variable}, so no other was tried."),
-                None => format!("{} Or name its file in {variable}.", known.fix),
+            let why = match (&hints.path, &named) {
+                (Some(_), _) => {
+                    format!("This one was named by the option vendor or by {variable}, so no other was tried.")
+                }
+                (None, Some(_)) => format!("This one was named by {variable}, so no other was tried."),
+                (None, None) => format!("{} Or name its file in {variable}.", known.fix),
             };
             Error::system(format!("sagellm: {} was not found. Tried: {}. {why}", known.title, tried.join("; ")))
         })?;
@@ -144,27 +149,15 @@ impl<F: Copy> Symbol<F> {
     }
 }
 
-/// `Symbol::of` for a function of `nccl_sys`.
-pub trait Needed<F> {
-    /// Returns the function, or an error that names it if the library does not have it.
-    fn of(&self, library: &Library) -> Result<F>;
-}
-
-impl<F: Copy> Needed<F> for nccl_sys::Symbol<F> {
-    fn of(&self, library: &Library) -> Result<F> {
-        self.function.ok_or_else(|| library.lacks(self.name))
-    }
-}
-
 /// Declares the functions of one vendor: a struct with one optional symbol on each line, `load`, and `NAMES`.
 macro_rules! symbols {
     ($(#[$meta:meta])* $table:ident { $($field:ident = $name:literal ($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$meta])*
-        pub struct $table { $(pub $field: $crate::engine::device::libs::loader::Symbol<unsafe extern "C" fn($($argument),*) -> $result>,)* }
+        pub struct $table { $(pub $field: $crate::engine::loader::Symbol<unsafe extern "C" fn($($argument),*) -> $result>,)* }
         impl $table {
             /// Every name that is looked up.
             pub const NAMES: &'static [&'static str] = &[$($name),*];
-            pub fn load(library: &$crate::engine::device::libs::loader::Library) -> $table {
+            pub fn load(library: &$crate::engine::loader::Library) -> $table {
                 $table {
                     // SAFETY: each declaration matches the vendor's, as the comment at the top of the file says.
                     $($field: unsafe { library.symbol($name) },)*

@@ -1,0 +1,284 @@
+//! The sending side of a connection that UCX carries: the endpoint, and the frames that are on their way.
+//!
+//! What UCX has begun it cannot stop, so memory in flight is in use until UCX reports its end. If that takes too long,
+//! the endpoint is closed by force, which ends everything on it.
+
+#![allow(unsafe_code)] // the callers of transfers vouch for the memory
+
+use std::collections::{HashMap, VecDeque};
+use std::mem;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::driving::Counted;
+use super::frame::Kind;
+use super::label;
+use super::memory::Memory;
+use super::transfer::{End, Events, Outcome, Outgoing};
+use super::watched::Watched;
+use crate::engine::multihost::ucx::Endpoint;
+
+/// How this process reaches the peer's worker.
+enum Way {
+    /// The peer has not told its worker's address.
+    Unknown,
+    /// The peer connects first, because UCX has stalled where two workers connected to each other at the same time.
+    Told {
+        address: Vec<u8>,
+        theirs: u64,
+    },
+    /// `theirs`: by this number the peer knows the connection.
+    Open {
+        endpoint: Endpoint,
+        theirs: u64,
+    },
+    Closed,
+}
+
+/// A frame, or the data of a body, that UCX is sending.
+struct Flying {
+    channel: u64,
+    data: Memory,
+    end: End,
+    /// Set if the transfer was given up: its error.
+    doomed: Option<String>,
+    _counted: Counted,
+}
+
+pub struct Departures {
+    watched: Arc<Watched>,
+    who: u64,
+    /// Whether this process connects first.
+    is_first: bool,
+    way: Way,
+    /// Whether the peer's endpoint leads here.
+    knocked: bool,
+    /// Frames that UCX has not got: the way is unknown, or has failed.
+    queue: VecDeque<Outgoing>,
+    /// Transfers that failed before the connection did. They end with it, because mail that has arrived comes first.
+    lost: Vec<Flying>,
+    /// By the number of their send, from 1 on.
+    flights: HashMap<u64, Flying>,
+    /// How many sends UCX was given.
+    numbers: u64,
+    /// How many frames were sent, and how many of them UCX has flushed or is flushing.
+    sent: u64,
+    flushed: u64,
+    flushing: Option<u64>,
+    /// Why the endpoint failed, and when.
+    failed: Option<(String, Instant)>,
+    /// Whether UCX is closing the endpoint.
+    closing: bool,
+}
+
+impl Departures {
+    pub fn new(watched: &Arc<Watched>, who: u64, is_first: bool) -> Departures {
+        Departures {
+            watched: Arc::clone(watched),
+            who,
+            is_first,
+            way: Way::Unknown,
+            knocked: false,
+            queue: VecDeque::new(),
+            lost: Vec::new(),
+            flights: HashMap::new(),
+            numbers: 0,
+            sent: 0,
+            flushed: 0,
+            flushing: None,
+            failed: None,
+            closing: false,
+        }
+    }
+
+    /// How many frames were sent.
+    pub fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    /// Whether UCX has sent everything that was pushed.
+    pub fn is_flushed(&self) -> bool {
+        self.queue.is_empty() && self.flights.is_empty() && self.lost.is_empty()
+    }
+
+    /// Whether the system, or the device, has everything that was pushed.
+    pub fn is_delivered(&mut self) -> bool {
+        if !self.is_flushed() {
+            return false;
+        }
+        let Way::Open { endpoint, .. } = &self.way else { return true };
+        if self.flushed != self.sent && self.flushing != Some(self.sent) {
+            match self.watched.worker.flush(endpoint) {
+                Ok(false) => self.flushing = Some(self.sent),
+                Ok(true) | Err(_) => self.flushed = self.sent, // what cannot be flushed is lost
+            }
+        }
+        self.flushed == self.sent
+    }
+
+    /// Whether nothing is left in UCX.
+    pub fn is_over(&self) -> bool {
+        self.flights.is_empty() && !self.closing && !matches!(self.way, Way::Open { .. })
+    }
+
+    /// Why the endpoint has failed, and when.
+    pub fn failed(&self) -> Option<&(String, Instant)> {
+        self.failed.as_ref()
+    }
+
+    /// Whether UCX is still sending what was given up.
+    pub fn has_doomed(&self) -> bool {
+        self.flights.values().any(|one| one.doomed.is_some())
+    }
+
+    // ------------------------------------------------------------------------------------------------------ connecting
+
+    /// Whether the peer still has to tell its worker's address.
+    pub fn is_unknown(&self) -> bool {
+        matches!(self.way, Way::Unknown)
+    }
+
+    /// Whether there is, or was, an endpoint.
+    pub fn has_connected(&self) -> bool {
+        matches!(self.way, Way::Open { .. } | Way::Closed)
+    }
+
+    /// The peer has told its worker's address, and by which number it knows the connection.
+    pub fn told(&mut self, address: Vec<u8>, theirs: u64, events: &mut Events) -> Result<(), String> {
+        self.way = Way::Told { address, theirs };
+        if self.is_first || self.knocked { self.connect(events) } else { Ok(()) }
+    }
+
+    /// The peer's endpoint leads here. Perhaps its address has not come yet.
+    pub fn knocked(&mut self, events: &mut Events) -> Result<(), String> {
+        self.knocked = true;
+        self.connect(events)
+    }
+
+    /// Makes the endpoint, if the worker's address is known and there is none yet, and sends what was queued.
+    fn connect(&mut self, events: &mut Events) -> Result<(), String> {
+        let Way::Told { address, theirs } = &self.way else { return Ok(()) };
+        let theirs = *theirs;
+        let endpoint = self.watched.worker.connect(address, self.who)?;
+        self.way = Way::Open { endpoint, theirs };
+        if self.is_first {
+            self.knock()?;
+        }
+        mem::take(&mut self.queue).into_iter().for_each(|outgoing| self.push(outgoing, events));
+        Ok(())
+    }
+
+    /// Tells the peer that the endpoint leads to it. If that fails, so does the endpoint.
+    fn knock(&mut self) -> Result<(), String> {
+        let Way::Open { endpoint, theirs } = &self.way else { return Ok(()) };
+        self.numbers += 1;
+        // SAFETY: there is no memory.
+        unsafe { self.watched.worker.send(endpoint, self.numbers, label::of_none(*theirs), &[], true) }?;
+        Ok(())
+    }
+
+    // --------------------------------------------------------------------------------------------------------- sending
+
+    /// Sends a frame, or queues it if there is no way yet.
+    pub fn push(&mut self, outgoing: Outgoing, events: &mut Events) {
+        let (Way::Open { endpoint, theirs }, None) = (&self.way, &self.failed) else {
+            return self.queue.push_back(outgoing);
+        };
+        let head = label::of_frame(*theirs, self.sent, &outgoing.head);
+        self.sent += 1;
+        self.numbers += 1;
+        let is_eager = outgoing.frame.kind != Kind::Body;
+        let pieces = outgoing.data.all(outgoing.frame.data());
+        // SAFETY: `flights` keeps an owned buffer until the transfer has ended; the callers vouch for borrowed memory
+        // until then.
+        let sent = unsafe { self.watched.worker.send(endpoint, self.numbers, head, &pieces, is_eager) };
+        let Outgoing { frame, data, end, .. } = outgoing;
+        if let Ok(true) = sent {
+            return end.tell(Ok(()), data, events);
+        }
+        let counted = Counted::new(&self.watched.driving);
+        let flying = Flying { channel: frame.channel, data, end, doomed: None, _counted: counted };
+        match sent {
+            Ok(_) => {
+                self.flights.insert(self.numbers, flying);
+                self.watched.driving.interrupt(); // who drives may be asleep, and UCX needs to be called
+            }
+            Err(why) => {
+                self.lost.push(flying);
+                self.fail(&why);
+            }
+        }
+    }
+
+    /// A send has ended. `broken`: why the connection is broken, if it is.
+    pub fn send_ended(&mut self, number: u64, outcome: Outcome, broken: Option<&str>, events: &mut Events) {
+        let Some(mut one) = self.flights.remove(&number) else { return }; // a knock; if it failed, the endpoint has too
+        match (outcome, one.doomed.take().or(broken.map(str::to_string))) {
+            (Ok(()), None) => one.end.tell(Ok(()), one.data, events),
+            (_, Some(why)) => one.end.tell(Err(why), one.data, events),
+            (Err(why), None) => {
+                self.lost.push(one);
+                self.fail(&why);
+            }
+        }
+    }
+
+    /// UCX has flushed what it was asked to.
+    pub fn flush_ended(&mut self) {
+        self.flushed = self.flushed.max(self.flushing.take().unwrap_or(0));
+    }
+
+    /// UCX has closed the endpoint.
+    pub fn close_ended(&mut self) {
+        self.closing = false;
+    }
+
+    // ------------------------------------------------------------------------------------------------- what ends early
+
+    /// The endpoint has failed.
+    pub fn fail(&mut self, why: &str) {
+        self.failed.get_or_insert_with(|| (why.to_string(), Instant::now()));
+        self.watched.add(self.who);
+    }
+
+    /// Closes the endpoint by force, if it is open.
+    pub fn close(&mut self) {
+        if let Way::Open { endpoint, .. } = mem::replace(&mut self.way, Way::Closed) {
+            self.closing = !self.watched.worker.close(endpoint);
+        }
+    }
+
+    /// As `Connection::forget`. What UCX has begun ends with this error when UCX has ended it.
+    pub fn forget(&mut self, channel: u64, why: &str, events: &mut Events) {
+        let is_it = |of: u64, end: &End| of == channel && !matches!(end, End::Nobody);
+        let (gone, kept): (VecDeque<_>, VecDeque<_>) =
+            mem::take(&mut self.queue).into_iter().partition(|one| is_it(one.frame.channel, &one.end));
+        self.queue = kept;
+        gone.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.data, events));
+        for one in self.lost.extract_if(.., |one| one.channel == channel) {
+            one.end.tell(Err(why.to_string()), one.data, events);
+        }
+        for one in self.flights.values_mut().filter(|one| is_it(one.channel, &one.end)) {
+            one.doomed.get_or_insert_with(|| why.to_string());
+        }
+    }
+
+    /// Forgets the transfers that `is_it` selects. Returns the numbers of those that UCX is doing.
+    pub fn give_up(&mut self, is_it: impl Fn(&End) -> bool) -> Vec<u64> {
+        self.queue.retain(|one| !is_it(&one.end));
+        self.lost.retain(|one| !is_it(&one.end));
+        self.flights.iter().filter(|(_, one)| is_it(&one.end)).map(|(number, _)| *number).collect()
+    }
+
+    /// Whether UCX is still sending any of these.
+    pub fn is_flying(&self, numbers: &[u64]) -> bool {
+        numbers.iter().any(|number| self.flights.contains_key(number))
+    }
+
+    /// Closes the endpoint, and fails what UCX has not got. What UCX has begun ends when UCX says so.
+    pub fn fail_all(&mut self, why: &str, events: &mut Events) {
+        self.close();
+        mem::take(&mut self.queue).into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.data, events));
+        mem::take(&mut self.lost).into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.data, events));
+    }
+}
