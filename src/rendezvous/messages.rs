@@ -15,7 +15,7 @@ use crate::os::topology;
 use crate::select;
 
 /// Must change whenever these messages, their order, or other bytes that ranks tell each other change.
-pub const PROTOCOL: u32 = 13;
+pub const PROTOCOL: u32 = 14;
 
 /// Random and new for every attempt. Distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
