@@ -10,6 +10,7 @@
 use std::ffi::{CStr, CString, c_char};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 unsafe extern "C" {
     /// The C library's array of variables, "NAME=value" each, terminated by null. Written here (release, so that a
@@ -18,9 +19,13 @@ unsafe extern "C" {
     static environ: AtomicPtr<*mut c_char>;
 }
 
-/// Sets a variable, unless it is already set. Only one thread may call this at a time. A concurrent `setenv` of another
-/// thread may undo the change, like any other change. Each call leaks the memory of one array.
+/// Held by a thread that replaces the array.
+static ADDING: Mutex<()> = Mutex::new(());
+
+/// Sets a variable, unless it is already set. A concurrent `setenv` of another thread may undo the change, like any other
+/// change. Each call leaks the memory of one array.
 pub fn add(name: &CStr, value: &CStr) {
+    let _adding = ADDING.lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: the text is zero-terminated, and the result is only compared.
     if !unsafe { libc::getenv(name.as_ptr()) }.is_null() {
         return;

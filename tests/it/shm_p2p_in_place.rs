@@ -301,7 +301,7 @@ fn rule_20_a_sender_that_looks_late_takes_no_share_of_another_ranks_message() {
 /// The receiver gives up while the sender copies into its output, and its program uses the output again: nothing changes
 /// there any more.
 #[test]
-fn rule_36_a_sender_that_copies_late_changes_nothing_after_the_receive_has_failed() {
+pub fn rule_36_a_sender_that_copies_late_changes_nothing_after_the_receive_has_failed() {
     let mut late = 0;
     for turn in 0..40u64 {
         let groups = groups(2);

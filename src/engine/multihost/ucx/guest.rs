@@ -2,7 +2,8 @@
 //!
 //! When it is loaded, UCX installs handlers for signals such as SIGSEGV and SIGHUP, which belong to the program: they
 //! are put back. It starts a thread, which gets no signals. It prints its messages to the standard output: they go to
-//! our log. A forked child has not got UCX's thread, so it is refused.
+//! our log. It replaces `mmap`, `mremap` and others by functions of its own, and not all of them do the same: a variable
+//! forbids that. A forked child has not got UCX's thread, so it is refused.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem;
@@ -14,7 +15,7 @@ use super::api::{Api, LOG_ERROR, LOG_STOP, LOG_WARN};
 use super::worker::Worker;
 use crate::engine::loader::Hints;
 use crate::error::{Error, Result};
-use crate::os::watch;
+use crate::os::{environment, watch};
 
 /// What the user wants of UCX.
 #[derive(Clone, Debug, Default)]
@@ -43,6 +44,7 @@ pub fn open(wanted: &Wanted) -> Result<Worker> {
     let api = match &*opened {
         Some((_, api)) => Arc::clone(api),
         None => {
+            environment::add(c"UCX_MEM_EVENTS", c"n"); // read when the library is loaded
             let api = Arc::new(Api::open(&wanted.hints)?);
             // SAFETY: the function has the declared type and is never unloaded.
             unsafe { (api.push_log)(on_log) };

@@ -342,12 +342,13 @@ impl Arena {
         let private = segment::map_pages_at(bytes, libc::MAP_PRIVATE, self.file.as_raw_fd(), pages.start)?;
         let _changing = forks::Changing::begin();
         // SAFETY: moves an unused mapping over our own pages, which have the same contents. The kernel does this in one
-        // step for all threads: each access finds either the old mapping or the new one.
+        // step for all threads: each access finds either the old mapping or the new one. UCX, which a program may have
+        // loaded, replaces `mremap` by a function that leaves out the last argument.
         let moved = unsafe {
             let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-            libc::mremap(private.as_ptr().cast(), bytes, bytes, flags, address.cast::<libc::c_void>())
+            libc::syscall(libc::SYS_mremap, private.as_ptr(), bytes, bytes, flags, address)
         };
-        if moved == libc::MAP_FAILED {
+        if moved == -1 {
             let error = io::Error::last_os_error();
             // SAFETY: just mapped and unused.
             unsafe { segment::unmap(private, bytes) };
