@@ -52,7 +52,8 @@ def encode_and_decode(how: str) -> Callable[[], Made]:
     return make
 
 
-PLACES = [HERE, *(Place(4, 2, rate=rate) for rate in ("", "10gbit", "5gbit", "2gbit", "1gbit", "300mbit", "100mbit"))]
+RATES = ("", "10gbit", "5gbit", "2gbit", "1gbit", "300mbit", "100mbit")
+PLACES = [HERE, Place(2, 2), *(Place(4, 2, rate=rate) for rate in RATES)]
 #: "auto" should cost nothing anywhere; the formats should be faster than a plain all_reduce. On one host they cannot
 #: be faster, so the rows below limit what the encoding costs there.
 ROWS = [

@@ -44,7 +44,7 @@ def steps(size: int, compute: Callable[[], object], scheduled: bool) -> Callable
             with scheduler.step():
                 return pass_over()
 
-        for _ in range(7):
+        for _ in range(2 * scheduler.calibrate + 1):
             for one, other in zip(overlapped(), serial(), strict=True):
                 assert torch.equal(one, other)
         if dist.get_rank() == 0 and scheduled:
@@ -67,7 +67,8 @@ def matmuls() -> None:
 SQUARE = torch.full((256, 256), 0.01)
 TURN = "waiting for each at once"
 ROWS = [
-    Row("overlap", "4 x 4 MiB, cores idle, step()", TURN, HERE, 0.95, steps(4 << 20, idle, True)),
+    Row("overlap", "4 x 4 MiB, cores idle, step()", TURN, HERE, 1.0, steps(4 << 20, idle, True)),
+    Row("overlap", "4 x 16 MiB, cores idle, step()", TURN, HERE, 0.95, steps(16 << 20, idle, True)),
     Row("overlap", "4 x 4 MiB, all cores compute, step()", TURN, HERE, 1.02, steps(4 << 20, matmuls, True)),
     Row("overlap", "4 x 4 MiB, all cores compute, without step()", TURN, HERE, 1.02, steps(4 << 20, matmuls, False)),
     Row("overlap", "4 x 1 MiB, cores idle, step()", TURN, SLOW, 0.8, steps(1 << 20, idle, True)),

@@ -15,6 +15,7 @@ import torch
 if TYPE_CHECKING:
     from torch_sagellm.api.arguments import Op
 from torch_sagellm.api.comm_backend import CommBackend
+from torch_sagellm.api.futures import CommFuture
 
 logger = logging.getLogger("sagellm")
 
@@ -43,8 +44,8 @@ class OverlapReport:
     under_way: float
     #: How long the caller waited for the operations.
     waiting: float
-    #: Times of a step without overlap, of one with overlap, and of the waits in one without overlap: the slowest rank's
-    #: medians. None before all of them are measured.
+    #: Times of a step without overlap, of one with overlap, and of the waits in one without overlap: medians of the
+    #: slowest rank of each step. None before all of them are measured.
     serial: float | None = None
     overlapping: float | None = None
     alone: float | None = None
@@ -124,7 +125,8 @@ class OverlapScheduler:
         backend: a backend of ``create_comm_backend``; None means the one that it returns without arguments.
         op: how the results are combined: "sum", "avg", ...
         depth: the largest number of operations in flight, at least 1; at the limit, the oldest one is waited for first.
-        calibrate: steps of each kind that ``step()`` measures, at least 1; 3 of each are enough on a quiet machine.
+        calibrate: steps of each kind that ``step()`` measures, at least 1. With few of them, a step that something else
+            slows down decides.
 
     Raises:
         ValueError: ``depth`` or ``calibrate`` is less than 1. Raised from ``schedule_layer`` and ``schedule``: the op
@@ -144,7 +146,7 @@ class OverlapScheduler:
         print(scheduler.report())
     """
 
-    def __init__(self, backend: CommBackend | None = None, op: Op = "sum", depth: int = 8, calibrate: int = 3) -> None:
+    def __init__(self, backend: CommBackend | None = None, op: Op = "sum", depth: int = 8, calibrate: int = 8) -> None:
         for name, number in (("depth", depth), ("calibrate", calibrate)):
             if number < 1:
                 raise ValueError(f"sagellm OverlapScheduler: {name} is {number}, expected 1 or more")
@@ -175,14 +177,24 @@ class OverlapScheduler:
         The tensor must not change until the operation has ended. In a step of ``step()`` without overlap, it has ended
         when this returns.
         """
+        if self._serially:
+            return self._combine(tensor)
         self._under_way = [handle for handle in self._under_way if not handle.done()]
         while len(self._under_way) >= self.depth:
             self._under_way.pop(0).wait()
         handle = OverlapHandle(self, self.backend.all_reduce(tensor, self.op, async_op=True))
-        if self._serially:
-            handle.wait()
-        else:
-            self._under_way.append(handle)
+        self._under_way.append(handle)
+        return handle
+
+    def _combine(self, tensor: torch.Tensor) -> OverlapHandle:
+        """Like ``schedule`` without overlap. The call is synchronous, because that is faster than a wait for an
+        asynchronous one."""
+        began = perf_counter()
+        result = self.backend.all_reduce(tensor, self.op)
+        took = perf_counter() - began
+        self._add(took, took)
+        handle = OverlapHandle(self, CommFuture(None, result))
+        handle._waited = True
         return handle
 
     @contextmanager
@@ -190,7 +202,7 @@ class OverlapScheduler:
         """One step of a training loop; when it ends, all its operations have ended, even if no caller waited for them.
 
         After a warm-up step, steps without and with overlap take turns (``calibrate`` of each). Then the ranks agree by
-        one all_reduce on the faster way, according to the slowest rank's medians, and all later steps use that way.
+        one all_reduce on the faster way, by the medians of each step's slowest rank, and all later steps use that way.
         Every rank calls it for the same steps. If the model or the batch has changed, ``reset`` starts a new
         measurement.
         """
@@ -214,13 +226,13 @@ class OverlapScheduler:
 
     def _decide(self) -> None:
         figures = [
-            median(took for took, _ in self._serial),
-            median(took for took, _ in self._overlapping),
-            median(waited for _, waited in self._serial),
+            [took for took, _ in self._serial],
+            [took for took, _ in self._overlapping],
+            [waited for _, waited in self._serial],
         ]
         slowest = torch.tensor(figures, dtype=torch.float64)
         self.backend.all_reduce(slowest, "max")
-        self._measured = tuple(slowest.tolist())
+        self._measured = tuple(median(steps) for steps in slowest.tolist())
         self._pays = self._measured[1] < self._measured[0]
         if not self._pays:
             logger.info("OverlapScheduler: %s", self.report())
