@@ -303,8 +303,8 @@ class Auto(Compression):
 
     On one host int8 and top-k were slower than no compression in every measurement. Smaller tensors would save little
     (64 KiB take 0.5 ms on 1 Gbit/s) and need a second exchange; a tensor of a few bytes would even become larger.
-    Between hosts int8 was measured with 4 MiB. It was faster on all links of up to 10 Gbit/s, and on a link without limit
-    if each rank had a core; there, two ranks per core were 1.04 to 1.5 times slower.
+    Between hosts int8 was measured with 4 MiB. It was faster on all links of up to 10 Gbit/s, and on a link without
+    limit if each rank had a core; there, two ranks per core were 1.04 to 1.5 times slower.
 
     Example::
 
