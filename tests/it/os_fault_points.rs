@@ -43,7 +43,9 @@ impl Over {
 
     fn points(self) -> impl Iterator<Item = FaultPoint> {
         FaultPoint::ALL.into_iter().filter(move |point| match self {
-            Over::SharedMemory => *point < FaultPoint::Joining,
+            // A sender looks only if the receiver has not copied everything before, so this may never happen here.
+            // `shm_p2p_in_place` forces it.
+            Over::SharedMemory => *point < FaultPoint::Joining && *point != FaultPoint::HomeSought,
             Over::Connections => (FaultPoint::Joining..=FaultPoint::Cutting).contains(point),
             Over::Paths => {
                 *point >= FaultPoint::Joining && !(FaultPoint::FrameReady..=FaultPoint::FrameDone).contains(point)
