@@ -26,14 +26,15 @@ SAME = {
 }
 #: Names of this package that exchange no data or only text, and classes of results.
 OUR_OTHERS = {
-    "Alternative", "Auto", "Batch", "BenchmarkResult", "CommBackendProtocol", "CommFuture", "CommListFuture", "CommOp",
-    "CommReport", "CommTimeoutError", "CommunicationBuffer", "Compression", "CompressionStats", "Endpoint", "Explanation",
-    "Gathered", "Half", "Int8", "Merged", "Options", "OverlapHandle", "OverlapReport", "PendingDispatch", "PendingTransfer",
-    "ProcessGroupManager", "Routing", "StepReport", "Steps", "TopK", "TopologyInfo", "TopologyManager", "convert_dumps",
-    "create_comm_backend", "debug_handlers", "dump_flight_record", "empty", "empty_like", "explain", "gather_stats",
-    "get_stats", "is_reachable", "log_to_tensorboard", "merge_traces", "monitor_communication", "prometheus_text",
-    "recover", "reset_stats", "select_all_reduce_algorithm", "serve_as", "serve_prometheus", "shared", "shared_tensors",
-    "step", "write_inspector", "write_prometheus", "write_trace", "zeros",
+    "Alternative", "Auto", "Batch", "BenchmarkResult", "CommBackendProtocol", "CommFuture", "CommListFuture",
+    "CommOp", "CommReport", "CommTimeoutError", "CommunicationBuffer", "Compression", "CompressionStats", "Endpoint",
+    "Explanation", "Gathered", "Half", "Int8", "Merged", "Options", "OverlapHandle", "OverlapReport",
+    "PendingDispatch", "PendingTransfer", "ProcessGroupManager", "Routing", "StepReport", "Steps", "TopK",
+    "TopologyInfo", "TopologyManager", "convert_dumps", "create_comm_backend", "debug_handlers", "dump_flight_record",
+    "empty", "empty_like", "explain", "gather_stats", "get_stats", "is_reachable", "log_to_tensorboard",
+    "merge_traces", "monitor_communication", "prometheus_text", "recover", "reset_stats",
+    "select_all_reduce_algorithm", "serve_as", "serve_prometheus", "shared", "shared_tensors", "step",
+    "write_inspector", "write_prometheus", "write_trace", "zeros",
 }  # fmt: skip
 #: The class whose methods are public calls.
 COMM = "CommBackend"
