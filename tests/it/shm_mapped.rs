@@ -46,7 +46,8 @@ fn rule_36_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
     for ranks in [2, 3, 4, 5, 9] {
         let groups = groups(ranks);
         on_ranks(ranks, |me| {
-            // The headers of the first call carry the position of each rank's arena.
+            // Each rank publishes the identity of its arena in the first call, which is mapped only if every rank does so
+            // before any rank looks.
             let mut seed = 1000;
             for count in [9000, 9001, 65_536, 600_001] {
                 if ranks > 4 && count > 70_000 {
@@ -62,8 +63,9 @@ fn rule_36_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
                     let rooted = ROOTED.contains(&kind);
                     let crowded = ranks > topology::usable_cores() && kind != Kind::Scatter;
                     let large = !rooted || count * spec.dtype.size() >= if crowded { 2 << 20 } else { 1 << 20 };
-                    let mapped = kind != Kind::Barrier && large && seed > 1001;
-                    assert_eq!(last_path(&groups[me]) == "mapped", mapped, "{spec:?}: {}", last_path(&groups[me]));
+                    let mapped = kind != Kind::Barrier && large;
+                    let path = last_path(&groups[me]);
+                    assert!((path == "mapped") == mapped || seed == 1001, "{spec:?}: {path}");
                     assert!(explains_its_record(&groups[me]), "{spec:?}");
                 }
             }
