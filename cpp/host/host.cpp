@@ -13,6 +13,8 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
@@ -112,6 +114,9 @@ class C10dStore final : public Store {
       prefix.insert(0, PrefixOf::text(*outer) + "/");
       inner = outer->getUnderlyingStore();
     }
+    compares_ = dynamic_cast<c10d::TCPStore*>(inner.get()) != nullptr ||
+                dynamic_cast<c10d::FileStore*>(inner.get()) != nullptr ||
+                dynamic_cast<c10d::HashStore*>(inner.get()) != nullptr;
     // Other stores release their lock while a caller waits for a key, so they need no second connection.
     if (dynamic_cast<c10d::TCPStore*>(inner.get()) != nullptr) {
       connection_ = connection_of(inner);
@@ -128,13 +133,14 @@ class C10dStore final : public Store {
   bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const override {
     return plain_errors([&] {
       const std::string name = full(key);
-      // One round trip instead of two: compareSet returns the stored value, or the expected one if the key is missing.
-      // No rank ever stores the value expected here, so the call changes nothing.
+      // `compareSet` returns the stored value, or the expected one if the key is missing. No rank ever stores the value
+      // expected here, so the call changes nothing. It is one request, and it never waits: another rank may delete the
+      // key at any time.
       static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
       const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
-        if (connection_) return store.compareSet(name, nothing, nothing);
-        // `get` waits for a missing key, so check first whether the key exists. It cannot vanish in between, because
-        // only the rank that reads a key deletes it.
+        if (compares_) return store.compareSet(name, nothing, nothing);
+        // A store of another library may have no `compareSet`. If a rank deletes the key between these two calls, `get`
+        // waits until that store's timeout.
         return store.check({name}) ? store.get(name) : nothing;
       });
       if (bytes == nothing) return false;
@@ -165,6 +171,8 @@ class C10dStore final : public Store {
   // of the innermost one comes first.
   std::shared_ptr<Connection> connection_;
   std::string prefix_;
+  // Whether the user's store is one of those of torch that implement `compareSet`.
+  bool compares_ = false;
 };
 
 // Lines that wait for Python's logging.

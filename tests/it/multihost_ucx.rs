@@ -7,7 +7,7 @@ use std::ptr;
 
 use crate::common::this_program;
 
-/// Runs a test of this file in a process of its own, in which UCX is loaded, if there is one.
+/// Runs a test of this file in a separate process. The test loads UCX if it is installed.
 fn with_ucx(test: &str, change: impl FnOnce(&mut Command)) {
     let mut child = this_program(module_path!(), test);
     child.env_remove("UCX_MEM_EVENTS");
@@ -26,7 +26,7 @@ fn mappings_that_change_go_where_they_should_although_ucx_is_loaded() {
 }
 
 #[test]
-#[ignore = "another test runs it in a process of its own"]
+#[ignore = "another test runs it as a separate process"]
 fn moves_a_mapping() {
     if !load() {
         return;
@@ -51,7 +51,7 @@ fn memory_becomes_private_although_the_user_lets_ucx_replace_calls() {
 }
 
 #[test]
-#[ignore = "another test runs it in a process of its own"]
+#[ignore = "another test runs it as a separate process"]
 fn becomes_private() {
     load();
     crate::shm_p2p_in_place::rule_36_a_sender_that_copies_late_changes_nothing_after_the_receive_has_failed();

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 
 FEW, MANY = 4, 16
 # A process has these, each started when first needed, which may be only after the first groups. The second progress
-# thread is the simulator's, which contains an engine of its own.
+# thread belongs to the simulator, whose library contains another copy of the engine.
 OF_PROCESS = Counter(["sagellm-progres", "sagellm-progres", "sagellm-device", "sagellm-overdue"])
 
 

@@ -269,3 +269,38 @@ def test_a_group_that_could_be_reconfigured_is_refused() -> None:
     """torch's flag is refused, not ignored."""
     for text in run_fresh(asks_to_be_reconfigured, 2):
         assert "enable_reconfigure=True" in text and "new group" in text
+
+
+def reads_a_key_that_comes_and_goes(ctx: Context, kind: str) -> None:
+    """One thread reads a key again and again while this one sets and deletes it. No read may wait for the key."""
+    from torch_sagellm._private import load
+
+    extension = load.extension()
+    store = dist.HashStore() if kind == "HashStore" else dist.FileStore(f"{ctx.tmp}/keys", 1)
+    decided = extension.rendezvous(store, 0, 1, timedelta(seconds=30), options=extension.Options())
+    assert decided._told_failure() == ""
+    key, reads, stop = f"sagellm/failed/{decided.id}/text", [0], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            assert decided._told_failure() in ("", "text")
+            reads[0] += 1
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    for number in range(1000):
+        store.set(key, "text")
+        store.delete_key(key)
+        before, end = reads[0], time.monotonic() + 20
+        while reads[0] < before + 2:
+            assert time.monotonic() < end, f"in round {number} a read waits for a deleted key"
+            time.sleep(0)
+    stop.set()
+    reader.join()
+
+
+@beyond_gloo("the requests of our own rendezvous")
+@pytest.mark.parametrize("kind", ["HashStore", "FileStore"])
+def test_a_read_of_the_store_never_waits_for_a_key_that_another_rank_deletes(kind: str) -> None:
+    """A rank that collects answers removes old questions, while a slow rank may still read them."""
+    run_fresh(reads_a_key_that_comes_and_goes, 1, kind)

@@ -254,7 +254,7 @@ def test_if_one_rank_cannot_all_refuse_with_one_text(
 
 
 def caught() -> int:
-    """The signals that have a handler, one bit each, without those that the C library uses itself."""
+    """The mask of the signals that have a handler, without the signals of the C library."""
     with open("/proc/self/status") as lines:
         line = next(line for line in lines if line.startswith("SigCgt"))
     return int(line.split()[1], 16) & 0x7FFF_FFFF
@@ -301,7 +301,7 @@ def cables(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("cables", [(["1gbit"] * 2,)], indirect=True)
 def test_two_interfaces_are_two_rails(cables: net.Cables) -> None:
-    """The names of our variable are those that UCX uses. UCX itself divides long messages among them."""
+    """SAGELLM_SOCKET_IFNAMES sets the interfaces that UCX uses. UCX divides long messages among them."""
     env = {**ucx.BY_UCX, "SAGELLM_SOCKET_IFNAMES": ",".join(cables.interfaces), "UCX_MAX_RNDV_RAILS": "2"}
     with launch(floats, 2, cables.names, env=env) as job:
         values = job.values(100)

@@ -2,8 +2,8 @@
 //!
 //! When it is loaded, UCX installs handlers for signals such as SIGSEGV and SIGHUP, which belong to the program: they
 //! are put back. It starts a thread, which gets no signals. It prints its messages to the standard output: they go to
-//! our log. It replaces `mmap`, `mremap` and others by functions of its own, and not all of them do the same: a variable
-//! forbids that. A forked child has not got UCX's thread, so it is refused.
+//! our log. It replaces system calls such as `mmap` and `mremap`, and its `mremap` behaves differently, so a variable
+//! (`UCX_MEM_EVENTS`) forbids that. A forked child has not got UCX's thread, so it is refused.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem;
@@ -79,7 +79,7 @@ impl Drop for Quiet {
     }
 }
 
-/// The handlers of signals. When this is dropped, those that have changed are put back.
+/// The program's signal handlers. `drop` restores those that UCX has replaced.
 struct Handlers(Vec<(c_int, libc::sigaction)>);
 
 impl Handlers {

@@ -35,7 +35,7 @@ struct Calls {
     notes: *mut Notes,
 }
 
-// SAFETY: whoever holds the lock around this is the only one that uses the pointers.
+// SAFETY: a lock protects this object, so only one thread at a time uses the pointers.
 unsafe impl Send for Calls {}
 
 /// A worker is never destroyed, because it may be using memory, and because a process that ends need not: it has one,

@@ -103,7 +103,8 @@ impl Arrivals {
 
     // ------------------------------------------------------------------------------------------------------- arriving
 
-    /// Handles the frame of this number, and those that have waited for it. An error ends the connection.
+    /// Handles the frame with this number, and then the later frames that have already arrived. An error ends the
+    /// connection.
     pub fn came<R: Routes>(
         &mut self,
         number: u64,
@@ -251,7 +252,7 @@ impl Arrivals {
         }
     }
 
-    /// Discards the transfers that `is_it` selects. Returns the numbers of those that UCX is doing.
+    /// Discards the transfers that `is_it` selects. Returns the numbers of transfers that UCX has begun.
     pub fn give_up(&mut self, is_it: impl Fn(&End) -> bool) -> Vec<u64> {
         let mut numbers = Vec::new();
         for body in self.bodies() {

@@ -263,7 +263,7 @@ impl Departures {
         }
     }
 
-    /// Forgets the transfers that `is_it` selects. Returns the numbers of those that UCX is doing.
+    /// Forgets the transfers that `is_it` selects. Returns the numbers of transfers that UCX has begun.
     pub fn give_up(&mut self, is_it: impl Fn(&End) -> bool) -> Vec<u64> {
         self.queue.retain(|one| !is_it(&one.end));
         self.lost.retain(|one| !is_it(&one.end));
