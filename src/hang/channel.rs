@@ -31,6 +31,11 @@ pub trait Channel: Send + Sync {
     /// read both directly, so their answers omit them.
     fn is_detailed(&self) -> bool;
 
+    /// Why no answers arrive, if this rank knows it: the store has failed or does not respond.
+    fn obstacle(&self) -> Option<String> {
+        None
+    }
+
     /// Wakes the threads that answer questions and read stores, if there are any. Called when an operation begins to
     /// wait for long, or when the group has failed.
     fn look_again(&self);

@@ -15,6 +15,8 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use once_cell::sync::OnceCell;
+
 use super::query::{Participant, Query};
 use super::reply::Reply;
 use super::status::is_since;
@@ -43,8 +45,6 @@ struct State {
     introduced: bool,
     /// Time of the next check.
     next: u64,
-    /// Whether the store has failed.
-    ended: bool,
     /// Whether this rank has published why the group failed.
     fault_told: bool,
     /// Whether a question has arrived since this rank last looked for a fault.
@@ -57,7 +57,7 @@ pub enum FaultRead {
     NoFault,
     /// The store was not read.
     NotRead,
-    /// The store has failed.
+    /// The store has failed (`Queries::failure`).
     Impossible,
 }
 
@@ -66,13 +66,16 @@ pub struct Queries {
     connection: usize,
     /// Used only by the thread that reads the store. The lock is never contended; it only makes the type `Sync`.
     state: Mutex<State>,
+    /// Why the store failed. Set by the thread that reads the store; read by any thread, also while that thread waits for
+    /// the store.
+    failure: OnceCell<String>,
 }
 
 impl Queries {
     /// `id` is unique to this attempt to create the group.
     pub fn new(store: SharedStore, id: &str) -> Queries {
         let connection = store.connection();
-        Queries { keys: StoreKeys::new(store, id), connection, state: Mutex::default() }
+        Queries { keys: StoreKeys::new(store, id), connection, state: Mutex::default(), failure: OnceCell::new() }
     }
 
     /// The connection to the store.
@@ -80,14 +83,26 @@ impl Queries {
         self.connection
     }
 
+    /// Why the store failed. After that this rank makes no further requests, and the group works without answers.
+    pub fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+
+    /// Records that the store has failed.
+    fn fail(&self, doing: &str, error: &Error) {
+        let text = error.reason();
+        log::debug!("{doing}: {text}");
+        let _ = self.failure.set(text);
+    }
+
     /// Publishes, once, why the group failed on this rank.
     pub fn publish_fault(&self, rank: usize, fault: &Error) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if !state.ended && !state.fault_told {
+        if self.failure().is_none() && !state.fault_told {
             state.fault_told = true;
-            let told = self.keys.publish_fault(rank, fault);
-            state.ended |=
-                told.inspect_err(|error| log::debug!("the fault was not told over the store: {error}")).is_err();
+            if let Err(error) = self.keys.publish_fault(rank, fault) {
+                self.fail("the fault was not told over the store", &error);
+            }
         }
     }
 
@@ -95,7 +110,7 @@ impl Queries {
     /// ranks read.
     pub fn leave(&self, ranks: usize, own: &[String]) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if !state.ended {
+        if self.failure().is_none() {
             let forgotten = state.collected.drain(..).try_for_each(|question| self.keys.forget(question));
             let left = forgotten.and_then(|()| self.keys.leave(ranks, own));
             let _ = left.inspect_err(|error| log::debug!("keys of a group stay in the store: {error}"));
@@ -107,7 +122,7 @@ impl Queries {
     pub fn fault(&self, asks: bool) -> FaultRead {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let looks = std::mem::take(&mut state.asked_anew) || asks;
-        if state.ended {
+        if self.failure().is_some() {
             return FaultRead::Impossible;
         }
         if !looks {
@@ -116,19 +131,18 @@ impl Queries {
         match self.keys.fault() {
             Ok(Some(told)) => FaultRead::Told(told),
             Ok(None) => FaultRead::NoFault,
-            Err(_) => {
-                state.ended = true;
+            Err(error) => {
+                self.fail("no fault was read from the store", &error);
                 FaultRead::Impossible
             }
         }
     }
 
     /// If it is time or this rank `waits`: answers a new question, asks, and collects answers. Returns how long to wait
-    /// until the next call. After an error of the store this rank makes no further requests, and the group works
-    /// without answers.
+    /// until the next call; `None` if the store has failed.
     pub fn look(&self, me: &dyn Participant, waits: bool, now: u64, pause: Duration) -> Option<Duration> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.ended {
+        if self.failure().is_some() {
             return None;
         }
         let due = now >= state.next || waits;
@@ -142,8 +156,7 @@ impl Queries {
                 Some(next)
             }
             Err(error) => {
-                log::debug!("no questions over the store any more: {error}");
-                state.ended = true;
+                self.fail("no questions over the store any more", &error);
                 None
             }
         }

@@ -14,7 +14,7 @@ use super::queries::{FaultRead, Queries};
 use super::responder::Responder;
 use super::status::Status;
 use super::store_keys::{SharedStore, interval};
-use super::{FAULT_READ, SHORTEST, SILENCE};
+use super::{FAULT_READ, SHORTEST, SILENCE, in_seconds};
 use crate::engine::Told;
 use crate::os::clock;
 
@@ -35,9 +35,8 @@ pub struct StoreChannel {
     /// Set by a thread that wants one read for a fault. Cleared, before it reads, by the thread that reads the store.
     /// Relaxed, because it guards no other data.
     wants_read: AtomicBool,
-    /// The store has failed, so this rank can no longer read or publish anything. Set by the thread that reads the
-    /// store. Relaxed, because it guards no other data.
-    failed: AtomicBool,
+    /// When the thread that reads the store began the read in which it is now. `None` between two reads.
+    reading_since: Mutex<Option<Instant>>,
     /// Set by the thread that reads the store after it has published this rank's fault (release). Read (acquire) before
     /// this rank ends communicators on devices, so that a peer that finds one ended can read the reason.
     published: AtomicBool,
@@ -56,9 +55,13 @@ impl StoreChannel {
             told: OnceCell::new(),
             no_fault_at: Mutex::default(),
             wants_read: AtomicBool::new(false),
-            failed: AtomicBool::new(false),
+            reading_since: Mutex::default(),
             published: AtomicBool::new(false),
         })
+    }
+
+    fn reading(&self, since: Option<Instant>) {
+        *self.reading_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 }
 
@@ -83,6 +86,14 @@ impl Channel for StoreChannel {
         true
     }
 
+    fn obstacle(&self) -> Option<String> {
+        if let Some(failure) = self.queries.failure() {
+            return Some(format!("the store has failed ({failure})"));
+        }
+        let since = (*self.reading_since.lock().unwrap_or_else(PoisonError::into_inner))?.elapsed();
+        (since >= SILENCE).then(|| format!("the store has not responded for {}", in_seconds(since)))
+    }
+
     fn look_again(&self) {
         self.responder.look_again();
     }
@@ -95,7 +106,7 @@ impl Channel for StoreChannel {
 
     fn had_no_fault_at(&self, at: Instant) -> bool {
         let known = *self.no_fault_at.lock().unwrap_or_else(PoisonError::into_inner) >= Some(at);
-        if known || self.failed.load(Ordering::Relaxed) {
+        if known || self.queries.failure().is_some() {
             return true;
         }
         if !self.wants_read.swap(true, Ordering::Relaxed) {
@@ -135,6 +146,7 @@ impl Channel for StoreChannel {
         let pause = interval(me.timeout());
         me.look_external(); // no other thread does this for a delegate's operations
         let waits = me.waits_long();
+        self.reading(Some(Instant::now()));
         let next = self.queries.look(me, waits, clock::stamp(), pause);
         let asks_why = self.asks_why.load(Ordering::Relaxed) && self.told.get().is_none();
         let (wants_read, begin) = (self.wants_read.swap(false, Ordering::Relaxed), Instant::now());
@@ -143,9 +155,9 @@ impl Channel for StoreChannel {
             FaultRead::NoFault => {
                 *self.no_fault_at.lock().unwrap_or_else(PoisonError::into_inner) = Some(begin);
             }
-            FaultRead::NotRead => (),
-            FaultRead::Impossible => self.failed.store(true, Ordering::Relaxed),
+            FaultRead::NotRead | FaultRead::Impossible => (),
         }
+        self.reading(None);
         me.look_external(); // again, for the line at the soft limit, which is due even if the store fails
         // While an operation waits, this thread reads the clock often, because the clock takes a long gap between two
         // readings as a sign that the process was stopped.

@@ -200,9 +200,14 @@ impl Watch {
         let seen = match subject.blockers(waiting) {
             Blockers::Unknown(None) => {
                 let complete = monitor.of(&waiting.which).is_some_and(|watched| watched.complete);
-                let text =
-                    if complete { "no rank is known to be missing" } else { "the ranks have not said what they do" };
-                Blockers::Unknown(Some(text.to_string()))
+                Blockers::Unknown(Some(match complete {
+                    true => "no rank is known to be missing".to_string(),
+                    false => {
+                        let why = self.channel().and_then(|channel| channel.obstacle());
+                        let why = why.map_or_else(String::new, |why| format!(", because {why}"));
+                        format!("the ranks have not said what they do{why}")
+                    }
+                }))
             }
             seen => seen,
         };

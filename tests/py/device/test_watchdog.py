@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -22,6 +23,7 @@ from harness import TIMES_WORKS, Context, Job, expect_raises, launch, run_fresh,
 from limits import patience
 from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
+from troubled import store_of_its_own
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
@@ -135,6 +137,47 @@ def names_the_sleeper(job: Job, text: str) -> None:
     """If the ranks see each other's processes, the text has no host name."""
     assert re.search(rf"rank 1 \(pid {job.pid(1)}(, host [\w.-]+)?\) has not entered it", text), text
     assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in absent" in text, text
+
+
+def unread(ctx: Context, vendor: str, hosts: list[str], sign: signal.Signals) -> None:
+    """Rank 1 does not issue the second operation, and ``sign`` stops or ends the server of the store."""
+    with open("/proc/self/ns/net") as home:
+        net.enter(hosts[ctx.rank])
+        store, server = store_of_its_own(ctx, net.address(0))
+        _, name = start(ctx, vendor, timeout=timedelta(seconds=30), store=store)
+        net.enter_file(home)  # as in `absent`
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    backend_of(name)._set_default_timeout(timedelta(seconds=ABSENT))
+    ctx.tell("ready")
+    ctx.listen()
+    if server is not None:
+        server.send_signal(sign)
+        ctx.tell(error_of(dist.all_reduce(value, async_op=True))[0])
+        server.kill()
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    "sign,why",
+    [
+        (signal.SIGSTOP, r"the store has not responded for [3-9]\.\d s"),
+        (signal.SIGKILL, r"the store has failed \(.+\)"),
+    ],
+    ids=["stopped", "ended"],
+)
+def test_if_the_store_does_not_answer_the_error_says_so(
+    sign: signal.Signals, why: str, libraries: dict[str, Path], hosts: list[str]
+) -> None:
+    """The other rank has been asked for half of the timeout, but its answer cannot be read."""
+    env = environment("hccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000", GLOO_SOCKET_IFNAME=net.INTERFACE)
+    with launch(unread, 2, "hccl", hosts, sign, env=env) as job:
+        assert [job.hear(rank) for rank in range(2)] == ["ready", "ready"]
+        job.say(0, "go")
+        text = job.hear(0)
+        assert re.search(f"the ranks have not said what they do, because {why}", text), text
 
 
 #: For each case: the vendor, whether its library says nothing of the abort, and whether rank 0 is on another host.

@@ -7,11 +7,8 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import net
@@ -21,29 +18,12 @@ import torch.distributed as dist
 from hang_texts import line_in
 from harness import Context, beyond_gloo, expect_raises, launch
 from limits import patience
+from troubled import store_of_its_own
 
 pytestmark = beyond_gloo("it does not say")
 
 #: Seconds until the operations here fail. After half of this time the ranks are asked what they do.
 TIMEOUT = 8
-SERVER = Path(__file__).with_name("troubled_store.py")
-
-
-def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Popen[str] | None]:
-    """A store for the first group, and on rank 0 the process of the store's server, which rank 0 starts at the address
-    `host`."""
-    place, server = Path(ctx.tmp) / "port", None
-    if ctx.rank == 0:
-        server = subprocess.Popen([sys.executable, str(SERVER), host], stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        place.with_suffix(".new").write_text(server.stdout.readline())
-        place.with_suffix(".new").rename(place)
-    end = time.monotonic() + patience(30)
-    while not place.exists():
-        assert time.monotonic() < end, "no store"
-        time.sleep(0.01)
-    client = dist.TCPStore(host, int(place.read_text()), is_master=False, timeout=timedelta(seconds=60))
-    return client, server
 
 
 def second_group(ctx: Context, size: int, engine: str) -> Any:

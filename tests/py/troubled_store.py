@@ -1,4 +1,4 @@
-"""A store server that a test slows down or stops: `python troubled_store.py HOST` prints its port.
+"""A store server that a test slows down, stops or ends: `python troubled_store.py HOST` prints its port.
 
 Clients connect to a relay in front of the server. After SIGUSR1 the relay delays all data from clients by `LATE`
 seconds. SIGSTOP stops relay and server. After SIGUSR2 the program ends between two requests. It also ends with the
