@@ -215,6 +215,13 @@ pub fn double_as_float() -> bool {
     std::env::var("SAGELLM_DOUBLE_AS_FLOAT").is_ok_and(|value| value == "1")
 }
 
+/// Whether groups keep the usual times of their calls and use those of earlier groups (`stats::kept`): not if the variable
+/// `SAGELLM_KEEP_TIMES` turns it off.
+pub fn keeps_times() -> bool {
+    let off = |value: String| ["0", "off", "false", "no"].contains(&value.trim().to_ascii_lowercase().as_str());
+    !std::env::var("SAGELLM_KEEP_TIMES").is_ok_and(off)
+}
+
 /// Whether `explain` reports the algorithm that NCCL used: the variable `SAGELLM_EXPLAIN`. NCCL must load our plugin
 /// for this.
 pub fn explains_devices() -> bool {

@@ -49,6 +49,7 @@
 //! op            an operation from issue to end; which memory it uses
 //! threads       copies and reductions of a waiting thread, split among torch's intra-op threads
 //! config host   settings; what the core needs from its caller (store, signals, completions, threads)
+//! cache_file    the text files that keep what was measured on this machine
 //! os            watching processes, cores and caches, clock, futex; fault points for tests
 //! error types json  used by all
 //! fields        the bytes of what ranks tell each other (pure)
@@ -75,6 +76,7 @@ pub mod routing;
 pub mod select;
 pub mod stats;
 
+pub mod cache_file;
 pub mod config;
 pub mod error;
 pub mod fields;

@@ -2,8 +2,8 @@
 //! group's own measurements. Pure.
 //!
 //! Near the sizes of calls that the group has made, the estimate is their median time from issue to end. Between these
-//! sizes, and beyond them, the model is scaled so that it passes through them. Without measurements it is the model
-//! alone.
+//! sizes, and beyond them, the model is scaled so that it passes through them. If the group has made too few such calls,
+//! those of earlier groups on this host count (`stats::kept`). Without any it is the model alone.
 
 use crate::stats::Typical;
 
@@ -45,7 +45,7 @@ mod tests {
         let model = |payload: f64| 1000.0 + payload;
         assert_eq!(scaled(&[], model, 500.0), 1500.0);
         let typical = [(0.0, 2000.0), (9000.0, 50_000.0), (99_000.0, 100_000.0)]
-            .map(|(payload, nanoseconds)| Typical { payload, nanoseconds });
+            .map(|(payload, nanoseconds)| Typical { payload, nanoseconds, calls: 5 });
         for at in typical {
             assert!((scaled(&typical, model, at.payload) - at.nanoseconds).abs() < 1e-6);
         }

@@ -11,14 +11,15 @@ use crate::op::Route;
 use crate::os::clock;
 use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
-use crate::select::explain::{Batch, Explanation, Past};
+use crate::select::explain::{Batch, CallsOf, Explanation, Past, Scaled};
 use crate::select::start::{Start, Topology};
-use crate::select::{Choice, Class, OpDesc, Path, Policy};
+use crate::select::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::stats::Stats;
 use crate::stats::Typical;
 use crate::stats::export;
 use crate::stats::export::{Moment, Names};
 use crate::stats::history::{History, Record, State};
+use crate::stats::kept::Alike;
 use crate::types::{Dtype, Kind, Request, Span};
 use crate::{config, select};
 
@@ -32,7 +33,60 @@ pub fn explain_without_group(
 ) -> Result<Explanation> {
     let (shape, policy) = on_this_host(ranks, algorithm)?;
     let desc = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
-    Ok(explain::explain(desc, &shape, &policy))
+    let found = explain::explain(desc, &shape, &policy);
+    let predicted = |desc| explain::explain(desc, &shape, &policy).predicted_ns;
+    let scaled =
+        payload(desc, bytes, ranks).and_then(|payload| Usual::earlier(kind, &shape)?.scaled(desc, payload, predicted));
+    Ok(Explanation { scaled, ..found })
+}
+
+/// The payload of an operation of `bytes` bytes as `explain` counts them. None if it depends on the rank, or on sizes
+/// that no rank knows alone.
+fn payload(desc: OpDesc, bytes: u64, ranks: usize) -> Option<f64> {
+    match desc.kind {
+        Kind::AllReduce | Kind::Broadcast | Kind::Reduce | Kind::ReduceScatter | Kind::Barrier => Some(bytes as f64),
+        Kind::AllGather => Some((bytes * ranks as u64) as f64),
+        _ => None,
+    }
+}
+
+/// The usual times of calls of one kind.
+struct Usual {
+    typical: Vec<Typical>,
+    by: CallsOf,
+}
+
+impl Usual {
+    /// Those of earlier groups of this shape. None if there are none.
+    fn earlier(kind: Kind, shape: &GroupShape) -> Option<Usual> {
+        let typical = alike(shape)?.load().of(kind);
+        (!typical.is_empty()).then_some(Usual { typical, by: CallsOf::EarlierGroups })
+    }
+
+    /// The model's time for a call with this payload, scaled to the usual times. `predicted`: the model's nanoseconds
+    /// for an operation, or 0.
+    fn scaled(&self, own: OpDesc, payload: f64, predicted: impl Fn(OpDesc) -> u64) -> Option<Scaled> {
+        let ns = scaled(&self.typical, model(own, payload, predicted), payload) as u64;
+        Some(Scaled { ns, by: self.by })
+    }
+}
+
+/// Under what the times of a group's calls are kept. None if they are not: between hosts, and without our own engine.
+fn alike(shape: &GroupShape) -> Option<Alike> {
+    let GroupShape { ranks, hosts, cores, threads, stage_bytes, .. } = *shape;
+    (hosts == 1 && ranks > 1 && stage_bytes > 0).then_some(Alike { ranks, cores, threads })
+}
+
+/// The model's nanoseconds by payload, for operations like `own`, whose payload is `payload`.
+fn model(own: OpDesc, payload: f64, predicted: impl Fn(OpDesc) -> u64) -> impl Fn(f64) -> f64 {
+    // The size by which algorithms are chosen is a fixed fraction of the payload.
+    let part = if payload > 0.0 { own.bytes as f64 / payload } else { 0.0 };
+    move |payload: f64| {
+        let desc = OpDesc { bytes: (payload * part) as u64, ..own };
+        // The algorithm for an all_to_all is chosen without its size.
+        let found = if own.kind == Kind::AllToAll { 0 } else { predicted(desc) };
+        if found > 0 { found as f64 } else { by_bytes(payload) }
+    }
 }
 
 /// The algorithm that the start rules choose, and why.
@@ -73,15 +127,38 @@ impl Group {
     pub fn explain(&self, kind: Kind, bytes: u64, dtype: Dtype) -> Explanation {
         let desc = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
         let found = self.explain_op(desc, false);
-        let payload = match kind {
-            Kind::AllReduce | Kind::Broadcast | Kind::Reduce | Kind::ReduceScatter | Kind::Barrier => bytes,
-            Kind::AllGather => bytes * self.config.size as u64,
-            // The payload depends on the rank, or on sizes that no rank knows alone.
-            _ => return found,
-        };
+        let predicted = |desc| self.explain_op(desc, false).predicted_ns;
+        let scaled = payload(desc, bytes, self.config.size)
+            .and_then(|payload| self.usual(kind, &found.shape)?.scaled(desc, payload, predicted));
+        Explanation { scaled, ..found }
+    }
+
+    /// The usual times of this group's calls or, before it has made such calls, of those of earlier groups.
+    fn usual(&self, kind: Kind, shape: &GroupShape) -> Option<Usual> {
         let typical = self.lock().stats.typical(kind);
-        let scaled_ns = (!typical.is_empty()).then(|| self.scaled_to_calls(desc, payload as f64, &typical) as u64);
-        Explanation { scaled_ns, ..found }
+        match typical.is_empty() {
+            true => Usual::earlier(kind, shape),
+            false => Some(Usual { typical, by: CallsOf::ThisGroup }),
+        }
+    }
+
+    /// Keeps the usual times of the calls for later groups. Called by a rank that leaves the group in order.
+    pub(super) fn keep_times(&self) {
+        let speaks =
+            self.config.rank == 0 && self.id != [0; 16] && !self.faults.role().is_inside() && !self.has_failed();
+        if !speaks || self.delegate_reason().is_some() {
+            return;
+        }
+        let barrier = OpDesc { kind: Kind::Barrier, bytes: 0, class: Class::Moved };
+        if let Some(alike) = alike(&self.explain_op(barrier, false).shape) {
+            let mut inner = self.lock();
+            let times = Kind::COLLECTIVES.into_iter().flat_map(|kind| {
+                inner.stats.typical(kind).into_iter().map(|typical| (kind, typical)).collect::<Vec<_>>()
+            });
+            let times = times.collect();
+            drop(inner);
+            alike.save(times);
+        }
     }
 
     /// Explains the collective with this number, if it is pending or the history still contains its record.
@@ -124,27 +201,17 @@ impl Group {
         let (kind, size) = (request.kind, self.config.size);
         let whole = |spans: &[Span]| spans.iter().map(|span| span.bytes as f64).sum::<f64>();
         let payload = whole(request.inputs()).max(whole(request.outputs()));
-        let typical = self.lock().stats.typical(kind);
-        if typical.is_empty() && kind.is_p2p() {
+        let own = OpDesc::of(request, size);
+        let predicted = |desc| self.explain_op(desc, false).predicted_ns;
+        let usual = self.usual(kind, &self.explain_op(own, false).shape);
+        if usual.is_none() && kind.is_p2p() {
             return Err(Error::invalid(format!(
                 "sagellm: no {kind} can be estimated in group '{}' before it has made some",
                 self.config.name
             )));
         }
-        Ok(self.scaled_to_calls(OpDesc::of(request, size), payload, &typical) as u64)
-    }
-
-    /// Nanoseconds of such a call with this payload by the model, scaled to the group's `typical` calls of its kind.
-    fn scaled_to_calls(&self, own: OpDesc, payload: f64, typical: &[Typical]) -> f64 {
-        // The size by which algorithms are chosen is a fixed fraction of the payload.
-        let part = if payload > 0.0 { own.bytes as f64 / payload } else { 0.0 };
-        let model = |payload: f64| {
-            let desc = OpDesc { bytes: (payload * part) as u64, ..own };
-            // The algorithm for an all_to_all is chosen without its size.
-            let predicted = if own.kind == Kind::AllToAll { 0 } else { self.explain_op(desc, false).predicted_ns };
-            if predicted > 0 { predicted as f64 } else { by_bytes(payload) }
-        };
-        scaled(typical, model, payload)
+        let found = usual.and_then(|usual| usual.scaled(own, payload, predicted));
+        Ok(found.map_or_else(|| model(own, payload, predicted)(payload) as u64, |scaled| scaled.ns))
     }
 
     fn explain_op(&self, desc: OpDesc, batched: bool) -> Explanation {

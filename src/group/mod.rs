@@ -328,6 +328,7 @@ impl Group {
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
             self.config.name, self.config.rank
         ));
+        self.keep_times();
         self.faults.await_announced();
         self.control.leave(&destroyed, &|| self.host.interrupted());
         self.fail_all(&destroyed);

@@ -35,9 +35,8 @@ pub struct Explanation {
     pub past: Option<Past>,
     /// Predicted time of the choice. 0 if the model cannot predict it.
     pub predicted_ns: u64,
-    /// The model's time, scaled to the calls that the group has made. None if it has made too few, or if the group or
-    /// the call exists no longer.
-    pub scaled_ns: Option<u64>,
+    /// The model's time, scaled to such calls. None if too few were made, and for a call that was made.
+    pub scaled: Option<Scaled>,
     /// Measured time of the choice. None if the table has no line for this size.
     pub measured_ns: Option<u64>,
     /// Which rule, measurement or default decided.
@@ -47,6 +46,30 @@ pub struct Explanation {
     pub rejected: Vec<Alternative>,
     /// The source of the measured table, or why there is none.
     pub table: String,
+}
+
+/// A time by the model, scaled to calls that were made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scaled {
+    pub ns: u64,
+    pub by: CallsOf,
+}
+
+/// The groups that made the calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallsOf {
+    ThisGroup,
+    /// Earlier groups of this kind on this machine (`stats::kept`).
+    EarlierGroups,
+}
+
+impl CallsOf {
+    pub fn text(self) -> &'static str {
+        match self {
+            CallsOf::ThisGroup => "this group",
+            CallsOf::EarlierGroups => "earlier groups on this machine",
+        }
+    }
 }
 
 /// The record of an operation that was called.
@@ -85,7 +108,7 @@ pub fn explain(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation
         choice,
         past: None,
         predicted_ns: way_of(choice.path).map_or(0, |way| predicted(desc, way, shape, policy)),
-        scaled_ns: None,
+        scaled: None,
         measured_ns: None,
         decided: format!("{}: {}", choice.reason.basis(), choice.reason.text()),
         overruled: Vec::new(),
@@ -151,7 +174,7 @@ pub fn between(
         choice: found.choice(),
         past: None,
         predicted_ns: found.predicted_ns,
-        scaled_ns: None,
+        scaled: None,
         measured_ns: None,
         decided,
         overruled: overruled.into_iter().collect(),
@@ -184,7 +207,7 @@ pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, (by, why): (
         choice: Choice::DELEGATE,
         past: None,
         predicted_ns: 0,
-        scaled_ns: None,
+        scaled: None,
         measured_ns: None,
         decided: format!("{} serves the group: {why}", by),
         overruled: Vec::new(),

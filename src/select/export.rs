@@ -12,7 +12,8 @@ pub fn explanation(found: &Explanation) -> String {
         to.number("slot_bytes", found.shape.slot_bytes);
         to.string("choice", &found.choice.path.to_string()).string("reason", found.choice.reason.name());
         to.number("code", found.choice.code()).string("decided", &found.decided);
-        to.number("predicted_ns", found.predicted_ns).number("scaled_ns", found.scaled_ns.unwrap_or(0));
+        to.number("predicted_ns", found.predicted_ns).number("scaled_ns", found.scaled.map_or(0, |to| to.ns));
+        to.string("scaled_by", found.scaled.map_or("", |to| to.by.text()));
         to.number("measured_ns", found.measured_ns.unwrap_or(0));
         to.string("table", &found.table);
         to.list("overruled", &found.overruled, |out, each| json::string(out, each));

@@ -8,6 +8,7 @@ use super::rules::Rules;
 use super::start::Topology;
 use super::table;
 use super::table::{Found, Table};
+use crate::cache_file;
 use crate::config::Verify;
 use crate::error::{Error, Result as Outcome};
 use crate::host::first_time;
@@ -100,7 +101,7 @@ impl Policy {
 
     /// Start value of the chain of signatures.
     pub fn hash(&self) -> u64 {
-        table::hash(self.text().as_bytes())
+        cache_file::hash(self.text().as_bytes())
     }
 }
 
@@ -134,8 +135,8 @@ pub fn decide(
         return Ok(policy);
     }
     policy.cache_bytes = topology::last_level_cache().unwrap_or(super::DEFAULT_CACHE_BYTES);
-    (policy.table, policy.note) = match table::directory() {
-        None => (None, format!("there is none: neither {} nor HOME names a directory", table::VARIABLE)),
+    (policy.table, policy.note) = match cache_file::directory() {
+        None => (None, format!("there is none: neither {} nor HOME names a directory", cache_file::VARIABLE)),
         Some(directory) => match table::load(&directory, &table::key(ranks), slot_bytes) {
             Found::Table(table, path) => (Some(table), path.display().to_string()),
             Found::Missing(why) => (None, why),

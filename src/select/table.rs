@@ -19,11 +19,11 @@
 //! every operation runs.
 
 use std::fmt::Write as _;
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::rules::{Rule, Rules};
+use crate::cache_file::{self, VARIABLE, directory, hash, one_line};
 use crate::error::{Error, Result as Outcome};
 use crate::os::topology;
 
@@ -75,17 +75,12 @@ impl Table {
         for Line { rule, nanoseconds, start_nanoseconds } in &self.lines {
             let _ = writeln!(text, "{rule} {nanoseconds} ns; start {start_nanoseconds} ns");
         }
-        let _ = writeln!(text, "sum {:016x}", hash(text.as_bytes()));
-        text
+        cache_file::sealed(text)
     }
 
     /// Parses a table, but does not check for which key it was made. The error is a clause: "it is damaged: ...".
     pub fn parse(bytes: &[u8]) -> Result<Table, String> {
-        if bytes.len() > MAX_BYTES {
-            return Err(format!("it has {} bytes, more than the {MAX_BYTES} of a table", bytes.len()));
-        }
-        let text = std::str::from_utf8(bytes).map_err(|_| "it is damaged: it is not text".to_string())?;
-        let body = checked_body(text)?;
+        let body = cache_file::opened(bytes, MAX_BYTES)?;
         let mut lines = body.lines();
         let mut next = |name: &str| {
             let line = lines.next().unwrap_or_default();
@@ -141,39 +136,9 @@ impl Line {
     }
 }
 
-fn one_line(text: &str) -> String {
-    text.replace(char::is_control, " ")
-}
-
-/// The text above the sum, if the sum is right.
-fn checked_body(text: &str) -> Result<&str, String> {
-    let damaged = || "it is damaged: the sum at its end does not match".to_string();
-    let body = &text[..text.rfind("sum ").ok_or_else(damaged)?];
-    let expected = format!("sum {:016x}\n", hash(body.as_bytes()));
-    if body.ends_with('\n') && text[body.len()..] == expected { Ok(body) } else { Err(damaged()) }
-}
-
-/// FNV-1a: if any single byte changes, the hash changes. It protects only against accidents; a user who can write the
-/// cache directory can do worse than falsify a table.
-pub fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
-}
-
-/// The variable that names the cache directory. If it is not set, the directory is `$XDG_CACHE_HOME/sagellm` or
-/// `~/.cache/sagellm`.
-pub const VARIABLE: &str = "SAGELLM_CACHE_DIR";
-
 /// The key that a table must have to apply on this machine.
 pub fn key(ranks: usize) -> Key {
     Key { version: env!("CARGO_PKG_VERSION").into(), machine: topology::fingerprint().into(), ranks }
-}
-
-/// This user's cache directory. None if no variable names one.
-pub fn directory() -> Option<PathBuf> {
-    let named = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    named(VARIABLE)
-        .or_else(|| named("XDG_CACHE_HOME").map(|path| path.join("sagellm")))
-        .or_else(|| named("HOME").map(|path| path.join(".cache").join("sagellm")))
 }
 
 /// The table's file for one machine and number of ranks. Machines that share a home directory use different files.
@@ -193,10 +158,8 @@ pub enum Found {
 /// Loads the table for `key` from `directory`, if it is undamaged and was made for exactly this key.
 pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
     let path = path(directory, key);
-    let mut bytes = Vec::new();
-    // Reads one byte more than a table may have, so that a file that is too long is noticed.
-    match File::open(&path).and_then(|file| file.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)) {
-        Ok(_) => {}
+    let bytes = match cache_file::read(&path, MAX_BYTES) {
+        Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return Found::Missing(format!(
                 "there is none for {} ranks on this machine; `torch-sagellm tune` makes one",
@@ -204,7 +167,7 @@ pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
             ));
         }
         Err(error) => return Found::Refused(format!("{} cannot be read: {error}", path.display())),
-    }
+    };
     let read = Table::parse(&bytes).and_then(|table| {
         table.serves(key)?;
         table.check(slot_bytes)?;
@@ -216,22 +179,10 @@ pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
     }
 }
 
-/// Writes a table atomically: a reader finds either the old table or the complete new one.
+/// Writes a table, and returns its path.
 pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
-    let text = table.text();
-    if text.len() > MAX_BYTES {
-        return Err(io::Error::other(format!("a table of {} bytes is more than {}", text.len(), MAX_BYTES)));
-    }
-    fs::create_dir_all(directory)?;
     let path = path(directory, &table.key);
-    let draft = path.with_extension(format!("{}.tmp", std::process::id()));
-    let written = File::create(&draft).and_then(|mut file| {
-        file.write_all(text.as_bytes())?;
-        file.sync_all()
-    });
-    written.and_then(|()| fs::rename(&draft, &path)).inspect_err(|_| {
-        let _ = fs::remove_file(&draft);
-    })?;
+    cache_file::write(&path, &table.text(), MAX_BYTES, true)?;
     Ok(path)
 }
 
@@ -253,6 +204,8 @@ pub fn make(ranks: usize, made: &str, lines: &str) -> Outcome<String> {
 
 #[cfg(test)]
 pub mod tests {
+    use std::fs;
+
     use super::*;
 
     pub fn example() -> Table {

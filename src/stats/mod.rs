@@ -15,11 +15,13 @@
 //! | `history` | the last operations, one record each |
 //! | `chunk_timer` | where a large operation spends its time |
 //! | `export` | counts and records as JSON |
+//! | `kept` | usual times of calls, in a file for later groups |
 
 pub mod chunk_timer;
 pub mod export;
 pub mod histogram;
 pub mod history;
+pub mod kept;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -108,6 +110,8 @@ pub struct Typical {
     pub payload: f64,
     /// Median time from issue to end.
     pub nanoseconds: f64,
+    /// How many calls were timed.
+    pub calls: u64,
 }
 
 /// This rank's waits for one peer.
@@ -220,6 +224,7 @@ impl Stats {
         let typical = |cell: &Cell| Typical {
             payload: cell.bytes as f64 / cell.count.max(1) as f64,
             nanoseconds: cell.times.median() as f64,
+            calls: timed(cell),
         };
         cells.into_iter().map(typical).collect()
     }

@@ -22,6 +22,9 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
+# Times that one test keeps would change the predictions in another one. Nor does a test write to the user's folder.
+os.environ["SAGELLM_KEEP_TIMES"] = "0"
+
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Keeps the folder "dist": pytest ignores folders of that name by default."""

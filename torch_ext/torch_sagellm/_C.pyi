@@ -45,9 +45,11 @@ class Explanation(TypedDict):
     reason: str
     code: int
     decided: str
-    #: Time by the model, the same scaled to the group's calls, and the table's measured time; 0 if unknown.
+    #: Time by the model, the same scaled to calls that were made, and the table's measured time; 0 if unknown.
     predicted_ns: int
     scaled_ns: int
+    #: The groups that made the calls, as text; "" if there were none.
+    scaled_by: str
     measured_ns: int
     table: str
     overruled: list[str]

@@ -54,6 +54,7 @@ def answer(**changes: Any) -> Any:
         "decided": "d",
         "predicted_ns": 50_000,
         "scaled_ns": 0,
+        "scaled_by": "",
         "measured_ns": 0,
         "table": "t",
         "overruled": [],

@@ -102,12 +102,13 @@ def _overrides(option: str, judge: Callable[[str], str | None]) -> Rule:
 LINK = "SAGELLM_LINK"
 RULES: dict[str, Rule] = {
     "SAGELLM_BLOCKING_WAIT": _overrides("blocking_wait", _switch),
-    "SAGELLM_CACHE_DIR": Rule(_folder, "torch-sagellm tune cannot write its table"),
+    "SAGELLM_CACHE_DIR": Rule(_folder, "torch-sagellm tune cannot write its table, and no times of calls are kept"),
     "SAGELLM_CALL_SITES": Rule(_one, "no call records its line"),
     "SAGELLM_DOUBLE_AS_FLOAT": Rule(_one, "float64 is refused as without it"),
     "SAGELLM_DUMP_DIR": Rule(_folder, "a group that fails leaves no record"),
     "SAGELLM_EXPLAIN": Rule(_one, "it counts as 0"),
     "SAGELLM_FUSION": _overrides("fusion", _switch),
+    "SAGELLM_KEEP_TIMES": Rule(_switch, "it counts as 1"),
     "SAGELLM_KERNELS": Rule(words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
     LINK: _refused(words("tcp", "ucx")),
     "SAGELLM_LINKS": _overrides("links", _links),

@@ -115,7 +115,8 @@ class Explanation:
     decided: str
     #: What carries the operation, as text: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
-    #: Predicted seconds: if the group has made such calls, the cost model scaled to them, else ``by_model``.
+    #: Predicted seconds: the cost model scaled to calls of this group or, before it has made such calls, of earlier
+    #: groups on this machine (``scaled_by`` says which); without any, ``by_model``.
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None
@@ -142,6 +143,8 @@ class Explanation:
     parts: list[Explanation] = field(default_factory=list)
     #: Seconds by the cost model alone, as in ``rejected``; None if the model does not cover the choice.
     by_model: float | None = None
+    #: Whose calls ``predicted`` was scaled to: "this group", "earlier groups on this machine", or "" for none.
+    scaled_by: str = ""
     #: The group's operations of this kind and size class so far: their number, and their median time in seconds from
     #: issue to end, including waits for other ranks. None if there was none, or if no group was given.
     seen: tuple[int, float] | None = None
@@ -173,10 +176,10 @@ class Explanation:
     def _prediction(self) -> list[str]:
         model = "" if self.by_model is None else f"about {show_time(self.by_model, 1)}"
         basis = BY_LINK if self.hosts > 1 else ELSEWHERE
-        if self.predicted is None or self.predicted == self.by_model:
+        if self.predicted is None or not self.scaled_by:
             return [f"  predicted   {model}, {basis}"] if model else []
         alone = f" ({model} {basis})" if model else ""
-        return [f"  predicted   {show_time(self.predicted, 2)}, by the calls of this group{alone}"]
+        return [f"  predicted   {show_time(self.predicted, 2)}, by the calls of {self.scaled_by}{alone}"]
 
 
 def operation_name(op: str, known: Iterable[str]) -> str | None:
@@ -415,6 +418,7 @@ def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
         path=f"{STAGED}, then {path}" if staged else path,
         predicted=seconds(found["scaled_ns"] or found["predicted_ns"]),
         by_model=seconds(found["predicted_ns"]),
+        scaled_by=found["scaled_by"],
         measured=seconds(found["measured_ns"]),
         overruled=found["overruled"],
         rejected=[
