@@ -36,6 +36,16 @@ fn begins(counts: &[i64]) -> Vec<usize> {
     counts.iter().scan(0, |next, &count| Some(std::mem::replace(next, *next + count as usize))).collect()
 }
 
+/// What `Table::leaving` writes.
+pub struct Leaving<'a> {
+    /// For each row that is sent, its assignment; -1 for padding.
+    pub rows: &'a mut [i64],
+    /// For each row that is sent, its token; 0 for padding.
+    pub sources: &'a mut [i64],
+    /// For each assignment, its row; -1 if the assignment is not sent.
+    pub places: &'a mut [i64],
+}
+
 /// The table of how many rows each rank sends to each expert (`taken`, one rank after the other), and this rank.
 pub struct Table<'a> {
     taken: &'a [i64],
@@ -75,12 +85,17 @@ impl<'a> Table<'a> {
         (0..self.ranks()).filter(move |rank| Some(*rank) != own).chain(own)
     }
 
-    /// Number of rows for each rank, from each rank, and for each expert of this rank, in this order.
+    /// Number of rows for each rank, from each rank, and for each expert of this rank, in this order. Then the largest
+    /// number of rows for one expert, and the number of all rows of all ranks.
     pub fn figures(&self, found: &mut [i64]) -> Result<()> {
         let ranks = self.ranks();
-        sizes("figures", found.len(), 2 * ranks + self.experts / ranks)?;
+        sizes("figures", found.len(), 2 * ranks + self.experts / ranks + 2)?;
         let (sent, rest) = found.split_at_mut(ranks);
-        let (received, rows) = rest.split_at_mut(ranks);
+        let (received, rest) = rest.split_at_mut(ranks);
+        let (rows, of_all) = rest.split_at_mut(rest.len() - 2);
+        let of_expert = |expert: usize| self.taken.iter().skip(expert).step_by(self.experts).sum();
+        of_all[0] = (0..self.experts).map(of_expert).max().unwrap_or(0);
+        of_all[1] = self.taken.iter().sum();
         rows.fill(0);
         for (other, (to, from)) in sent.iter_mut().zip(received).enumerate() {
             *to = self.counts(self.rank, other).iter().sum();
@@ -92,14 +107,15 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// `rows`: for each row that is sent, its assignment; -1 for padding. `places`: for each assignment, its row; -1 if
-    /// the assignment is not sent. `order` and `wanted` are the order and the counts that `sort` has written.
-    pub fn leaving(&self, order: &[i64], wanted: &[i64], rows: &mut [i64], places: &mut [i64]) -> Result<()> {
+    /// `order` and `wanted` are the order and the counts that `sort` has written. Each token has `choices` assignments.
+    pub fn leaving(&self, order: &[i64], wanted: &[i64], choices: usize, to: Leaving) -> Result<()> {
+        let Leaving { rows, sources, places } = to;
         sizes("wanted", wanted.len(), self.experts)?;
         sizes("places", places.len(), order.len())?;
         sizes("order", order.len(), wanted.iter().sum::<i64>() as usize)?;
         let total: i64 = self.taken[self.rank * self.experts..][..self.experts].iter().sum();
         sizes("rows", rows.len(), total as usize)?;
+        sizes("sources", sources.len(), rows.len())?;
         let (begins, each) = (begins(wanted), self.experts / self.ranks());
         places.fill(-1);
         let mut row = 0;
@@ -115,6 +131,9 @@ impl<'a> Table<'a> {
                 }
                 row += count as usize;
             }
+        }
+        for (source, row) in sources.iter_mut().zip(rows) {
+            *source = (*row).max(0) / choices.max(1) as i64;
         }
         Ok(())
     }
@@ -173,12 +192,14 @@ mod tests {
     fn rows_that_stay_come_last_and_padding_fills() {
         let taken = [2, 2, 2, 2, 1, 0, 0, 3];
         let table = Table::new(&taken, 4, 0, true).unwrap();
-        let mut figures = [0; 6];
+        let mut figures = [0; 8];
         table.figures(&mut figures).unwrap();
-        assert_eq!(figures, [4, 4, 4, 1, 3, 2]);
-        let (mut rows, mut places) = ([0; 8], [0; 7]);
-        table.leaving(&[1, 5, 4, 2, 0, 3, 6], &[2, 1, 1, 3], &mut rows, &mut places).unwrap();
+        assert_eq!(figures, [4, 4, 4, 1, 3, 2, 5, 12]);
+        let (mut rows, mut sources, mut places) = ([0; 8], [0; 8], [0; 7]);
+        let to = Leaving { rows: &mut rows, sources: &mut sources, places: &mut places };
+        table.leaving(&[1, 5, 4, 2, 0, 3, 6], &[2, 1, 1, 3], 2, to).unwrap();
         assert_eq!(rows, [2, -1, 0, 3, 1, 5, 4, -1]);
+        assert_eq!(sources, [1, 0, 0, 1, 0, 2, 2, 0]);
         assert_eq!(places, [2, 4, 0, 3, 6, 5, -1]);
         let (mut sorting, mut unsorted) = ([0; 5], [0; 5]);
         table.coming(&mut sorting, &mut unsorted).unwrap();

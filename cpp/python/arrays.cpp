@@ -76,12 +76,12 @@ void figures(const at::Tensor& taken, size_t experts, size_t rank, const at::Ten
 }
 
 void leaving(const at::Tensor& taken, size_t rank, bool own_last, const at::Tensor& order, const at::Tensor& wanted,
-             const at::Tensor& rows, const at::Tensor& places) {
+             size_t choices, const at::Tensor& rows, const at::Tensor& sources, const at::Tensor& places) {
   const auto counts = read<int64_t>(wanted, "wanted");
   const RowTable table{read<int64_t>(taken, "taken"), counts.size(), rank, own_last};
   checked([&] {
-    rows_leaving(table, read<int64_t>(order, "order"), counts, write<int64_t>(rows, "rows"),
-                 write<int64_t>(places, "places"));
+    rows_leaving(table, read<int64_t>(order, "order"), counts, choices, write<int64_t>(rows, "rows"),
+                 write<int64_t>(sources, "sources"), write<int64_t>(places, "places"));
   });
 }
 
@@ -100,8 +100,8 @@ void bind_arrays(py::module_& module) {
   define(module, "_largest", &find_largest, "values"_a, "places"_a);
   define(module, "_sort_assignments", &sort, "experts"_a, "counts"_a, "order"_a);
   define(module, "_row_figures", &figures, "taken"_a, "experts"_a, "rank"_a, "found"_a);
-  define(module, "_rows_leaving", &leaving, "taken"_a, "rank"_a, "own_last"_a, "order"_a, "wanted"_a, "rows"_a,
-         "places"_a);
+  define(module, "_rows_leaving", &leaving, "taken"_a, "rank"_a, "own_last"_a, "order"_a, "wanted"_a, "choices"_a,
+         "rows"_a, "sources"_a, "places"_a);
   define(module, "_rows_coming", &coming, "taken"_a, "experts"_a, "rank"_a, "own_last"_a, "sorting"_a, "unsorted"_a);
 }
 

@@ -27,14 +27,16 @@ pub mod ffi {
         fn largest(values: &[f32], places: &mut [i32]) -> Result<()>;
         /// Sorts assignments by expert, and counts the assignments of each expert.
         fn sort_assignments(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()>;
-        /// Number of rows to each rank, from each rank, and for each expert of this rank.
+        /// See `routing::Table::figures`.
         fn row_figures(taken: &[i64], experts: usize, rank: usize, found: &mut [i64]) -> Result<()>;
         /// See `routing::Table::leaving`.
         fn rows_leaving(
             table: &RowTable,
             order: &[i64],
             wanted: &[i64],
+            choices: usize,
             rows: &mut [i64],
+            sources: &mut [i64],
             places: &mut [i64],
         ) -> Result<()>;
         /// See `routing::Table::coming`.
@@ -74,10 +76,12 @@ fn rows_leaving(
     of: &ffi::RowTable<'_>,
     order: &[i64],
     wanted: &[i64],
+    choices: usize,
     rows: &mut [i64],
+    sources: &mut [i64],
     places: &mut [i64],
 ) -> Outcome<()> {
-    guarded(|| table(of)?.leaving(order, wanted, rows, places))
+    guarded(|| table(of)?.leaving(order, wanted, choices, routing::Leaving { rows, sources, places }))
 }
 
 fn rows_coming(of: &ffi::RowTable<'_>, sorting: &mut [i64], unsorted: &mut [i64]) -> Outcome<()> {

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, run_ranks
+from moe_sizes import few_are_many
 
 from torch_sagellm._private import load
 from torch_sagellm.cli import strategies
@@ -86,10 +87,11 @@ def expert_parallel(ctx: Context) -> None:
     moe.dispatch(tokens, every.view(MODEL.tokens, MODEL.experts_per_token))
     torch_sagellm.reset_stats()
     there = tokens
-    for _ in range(MODEL.layers):
-        rows, routing = moe.dispatch(there, every.view(MODEL.tokens, MODEL.experts_per_token))
-        there = moe.combine(rows, routing)
-    there.sum().backward()
+    with few_are_many():
+        for _ in range(MODEL.layers):
+            rows, routing = moe.dispatch(there, every.view(MODEL.tokens, MODEL.experts_per_token))
+            there = moe.combine(rows, routing)
+        there.sum().backward()
     assert counted() == planned("ep", ctx.world_size), counted()
 
 

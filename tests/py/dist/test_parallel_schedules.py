@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, expect_raises, run_fresh, run_ranks
+from moe_sizes import few_are_many
 
 pytestmark = beyond_gloo("experts and overlap over several ranks")
 
@@ -49,7 +52,12 @@ def experts(ctx: Context, factor: float | None, pad: bool, hierarchical: bool = 
     import torch_sagellm
 
     moe = torch_sagellm.MoEDispatcher(EXPERTS, capacity_factor=factor, pad=pad, hierarchical=hierarchical)
-    count = 40 if pad else 30 * ctx.rank  # ranks have different numbers of tokens; rank 0 has none
+
+    def count_of(rank: int) -> int:
+        """Ranks have different numbers of tokens, except with padding; rank 0 has none if there are others."""
+        return 40 if pad or ctx.world_size == 1 else 30 * rank
+
+    count = count_of(ctx.rank)
     tokens, chosen, weights = tokens_of(ctx.rank, count)
     capacity = None if factor is None else math.ceil(factor * count * CHOICES / EXPERTS)
     ours = [each.clone().requires_grad_() for each in (tokens, weights)]
@@ -66,7 +74,7 @@ def experts(ctx: Context, factor: float | None, pad: bool, hierarchical: bool = 
     assert routing.dropped == dropped and (factor != 0.5 or ctx.rank == 0 or dropped > 0), (routing.dropped, dropped)
     demand = torch.zeros(EXPERTS)
     for rank in [ctx.rank] if pad else range(ctx.world_size):  # with padding, a rank knows only its own tokens
-        demand += torch.bincount(tokens_of(rank, 40 if pad else 30 * rank)[1].reshape(-1), minlength=EXPERTS)
+        demand += torch.bincount(tokens_of(rank, count_of(rank))[1].reshape(-1), minlength=EXPERTS)
     assert math.isclose(routing.imbalance, float(demand.max() / demand.mean()), rel_tol=1e-6)
     slope = torch.arange(float(output.numel()), dtype=torch.float64).reshape(output.shape)
     (output * slope).sum().backward()
@@ -77,12 +85,18 @@ def experts(ctx: Context, factor: float | None, pad: bool, hierarchical: bool = 
     assert "results, expected" in expect_raises(ValueError, lambda: moe.combine(torch.ones(999, WIDTH), routing))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+def with_size(ctx: Context, many: bool, fn: Callable[..., None], *args: Any) -> None:
+    with few_are_many(many):
+        fn(ctx, *args)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("factor", "pad"), [(None, False), (0.5, False), (4.0, False), (1.0, True)])
 def test_tokens_reach_their_experts_and_come_back_as_in_a_loop(
-    world_size: int, factor: float | None, pad: bool
+    world_size: int, factor: float | None, pad: bool, many: bool
 ) -> None:
-    run_ranks(experts, world_size, factor, pad)
+    run_ranks(with_size, world_size, many, experts, factor, pad)
 
 
 def experts_over_hosts(ctx: Context, names: list[str], place: list[int], two_steps: bool) -> None:
@@ -117,7 +131,7 @@ def test_rows_go_in_two_steps_where_hosts_have_several_ranks(
     run_fresh(experts_over_hosts, len(place), hosts, place, two_steps, env=env, timeout=120)
 
 
-def exchanges(ctx: Context) -> None:
+def exchanges(ctx: Context, many: bool) -> None:
     """Counts messages: one per pair of ranks and direction, plus the counts, unless the counts are known before."""
     import torch_sagellm
 
@@ -130,12 +144,29 @@ def exchanges(ctx: Context) -> None:
         found = torch_sagellm.get_stats()
         assert (found["all_to_all_count"], found["all_gather_count"]) == (2, counts)
         assert found["total_count"] == 2 + counts
-    rows_of_others = sum(each for rank, each in enumerate(routing.sent) if rank != ctx.rank)
-    assert found["ops"]["all_to_all"]["bytes"] == 2 * rows_of_others * WIDTH * 8, "rows that stay do not travel"
+    exchanged = sum(each for rank, each in enumerate(routing.sent) if not many or rank != ctx.rank)
+    assert found["ops"]["all_to_all"]["bytes"] == 2 * exchanged * WIDTH * 8, "many rows that stay are left out"
 
 
-def test_rows_travel_in_one_exchange_and_counts_only_where_they_are_not_known() -> None:
-    run_ranks(exchanges, 2)
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_rows_travel_in_one_exchange_and_counts_only_where_they_are_not_known(many: bool) -> None:
+    run_ranks(with_size, 2, many, exchanges, many)
+
+
+def sizes(ctx: Context) -> None:
+    """One rank has many rows and the other has few: each stores its own rows in another way."""
+    import torch_sagellm
+
+    moe = torch_sagellm.MoEDispatcher(EXPERTS)
+    tokens = torch.randn(10 if ctx.rank else 5000, 64)
+    chosen = torch.randint(0, EXPERTS, (len(tokens), CHOICES))
+    rows, routing = moe.dispatch(tokens, chosen)
+    assert routing.own_last == (ctx.rank == 0)
+    torch.testing.assert_close(moe.combine(rows, routing), tokens * CHOICES)
+
+
+def test_a_rank_with_many_rows_exchanges_them_with_a_rank_that_has_few() -> None:
+    run_ranks(sizes, 2)
 
 
 def ahead(ctx: Context) -> None:
@@ -168,8 +199,9 @@ def ahead(ctx: Context) -> None:
     assert torch.equal(again, plain[1][0]) and torch.equal(moe.dispatch(*batches[1][:2])[0], again)
 
 
-def test_rows_of_several_calls_travel_at_once() -> None:
-    run_ranks(ahead, 3)
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_rows_of_several_calls_travel_at_once(many: bool) -> None:
+    run_ranks(with_size, 3, many, ahead)
 
 
 def kinds_of_rows(ctx: Context) -> None:
@@ -188,8 +220,9 @@ def kinds_of_rows(ctx: Context) -> None:
     torch.testing.assert_close(moe.combine(wide, routing, weights), torch.stack([scaled, 2 * scaled], dim=2))
 
 
-def test_rows_of_any_kind_and_shape_come_back() -> None:
-    run_ranks(kinds_of_rows, 2)
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_rows_of_any_kind_and_shape_come_back(many: bool) -> None:
+    run_ranks(with_size, 2, many, kinds_of_rows)
 
 
 def wrong_experts(ctx: Context) -> None:

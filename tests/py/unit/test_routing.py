@@ -28,11 +28,11 @@ def test_the_core_routes_as_torch_does(ranks: int, each: int, assignments: int, 
         table = torch.stack([torch.bincount(flat, minlength=experts) for flat in every])
         for taken in (table, table.clamp(max=2), torch.full_like(table, 3)):
             for rank, flat in enumerate(every):
-                one = router(experts, ranks, rank)
+                one, choices = router(experts, ranks, rank), seed % 3 + 1
                 wanted, order = one._sort(flat)
                 assert torch.equal(wanted, table[rank]) and torch.equal(order, torch.argsort(flat, stable=True))
-                by_core = one._by_core(flat, order, wanted, taken.reshape(-1), own_last)
-                by_torch = one._by_torch(flat, order, wanted, taken.reshape(-1), own_last)
+                by_core = one._by_core(flat, order, wanted, taken.reshape(-1), own_last, choices)
+                by_torch = one._by_torch(flat, order, wanted, taken.reshape(-1), own_last, choices)
                 for name, found, expected in zip(by_core._fields, by_core, by_torch, strict=True):
                     same = torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
                     assert same, (seed, rank, name, found, expected)

@@ -49,10 +49,10 @@ class MoEDispatcher:
     """Sends tokens to experts that are distributed over several ranks, and sends the results back.
 
     Experts are numbered over the ranks: with E experts on n ranks, rank r has the E / n experts from r * E / n on. Each
-    direction is one all_to_all whose sizes follow the routing; rows for experts of this rank are not sent. ``dispatch``
-    first gathers the counts of all ranks, except with ``pad``, because all counts are then known. Gradients pass in
-    both directions, once (not gradients of gradients). On CPUs the dispatcher keeps the memory of its exchanges for the
-    next call.
+    direction is one all_to_all whose sizes follow the routing; many rows for experts of this rank are not part of it.
+    ``dispatch`` first gathers the counts of all ranks, except with ``pad``, because all counts are then known.
+    Gradients pass in both directions, once (not gradients of gradients). On CPUs the dispatcher keeps the memory of
+    large exchanges for the next call.
 
     Args:
         num_experts: experts of all ranks, a multiple of the number of ranks (ValueError).
@@ -168,7 +168,8 @@ class MoEDispatcher:
             )
         if not self._looked:
             self._among, self._looked = hosts.find(self.group), True
-        return self._router.route(experts, own_last=self._among is None)
+        own_last = self._among is None and tokens.shape[1] * experts.numel() >= _MANY
+        return self._router.route(experts, own_last)
 
     def _sorted(self, tokens: Tensor, routing: Routing, under_way: _UnderWay | None) -> Tensor:
         """Returns the received rows, sorted by expert."""
@@ -200,7 +201,7 @@ class MoEDispatcher:
             if empty is not None:
                 into[empty[begin:end]] = 0
 
-        return self._begin(fill, routing.sent, routing.received, tokens, wait)
+        return self._begin(fill, (routing.sent, routing.received), routing.own_last, tokens, wait)
 
     def _collect(self, results: Tensor, routing: Routing) -> Tensor:
         """From results sorted by expert to rows in the order of ``routing.order``.
@@ -211,25 +212,38 @@ class MoEDispatcher:
         def fill(begin: int, end: int, into: Tensor) -> None:
             torch.index_select(results, 0, routing.unsorted[begin:end], out=into)
 
-        begun = self._begin(fill, routing.received, routing.sent, results, wait=True)
+        begun = self._begin(fill, (routing.received, routing.sent), routing.own_last, results, wait=True)
         self._end(begun)
         return begun.came
 
-    def _begin(self, fill: Any, sent: list[int], received: list[int], like: Tensor, wait: bool) -> _UnderWay:
-        """Begins the exchange of rows, which ``fill`` writes; ``wait`` means that the caller waits at once."""
+    def _begin(
+        self, fill: Any, sizes: tuple[list[int], list[int]], own_last: bool, like: Tensor, wait: bool
+    ) -> _UnderWay:
+        """Begins the exchange of rows, which ``fill`` writes.
+
+        ``sizes`` are the numbers of rows sent to each rank and received from it; ``wait`` means that the caller waits
+        at once.
+        """
+        sent, received = sizes
         leaving, coming = sum(sent), sum(received)
-        if self._among is not None:
+        if not own_last:
             out = self._memory(leaving, like)
             fill(0, leaving, out)
-            return _UnderWay(out, hosts.exchange(out, sent, received, self._among), None)
+            if self._among is not None:
+                return _UnderWay(out, hosts.exchange(out, sent, received, self._among), None)
+            came = self._memory(coming, like)
+            work = dist.all_to_all_single(came, out, received, sent, group=self.group, async_op=not wait)
+            return _UnderWay(out, came, work)
         own = sent[self._rank]
         out, came = self._memory(leaving - own, like), self._memory(coming, like)
-        fill(0, leaving - own, out)
-        fill(leaving - own, leaving, came[coming - own :])
+        if own < leaving:
+            fill(0, leaving - own, out)
+        if own:
+            fill(leaving - own, leaving, came[coming - own :])
         if self.ranks == 1:
             return _UnderWay(out, came, None)
-        sizes = [[0 if rank == self._rank else each for rank, each in enumerate(of)] for of in (received, sent)]
-        work = dist.all_to_all_single(came[: coming - own], out, *sizes, group=self.group, async_op=not wait)
+        others = [[0 if rank == self._rank else each for rank, each in enumerate(of)] for of in (received, sent)]
+        work = dist.all_to_all_single(came[: coming - own], out, *others, group=self.group, async_op=not wait)
         return _UnderWay(out, came, work)
 
     def _end(self, begun: _UnderWay) -> None:
@@ -240,10 +254,10 @@ class MoEDispatcher:
     def _memory(self, rows: int, like: Tensor) -> Tensor:
         """Uninitialized rows like those of ``like``.
 
-        On the CPU this is memory of an earlier call, because its pages are already populated.
+        On the CPU this is memory of an earlier call if there are many, because its pages are already populated.
         """
         width = like.shape[1]
-        if like.is_cpu:
+        if rows * width >= _MANY and like.is_cpu:
             try:
                 spare = self._spare.pop()
             except IndexError:
@@ -256,7 +270,7 @@ class MoEDispatcher:
     def _keep(self, rows: Tensor) -> None:
         """Keeps the memory of rows that are no longer used, for a later exchange."""
         # Memory of inference mode may be written only in that mode.
-        if rows.is_cpu and rows.numel() and not rows.is_inference() and len(self._spare) < 4:
+        if rows.numel() >= _MANY and rows.is_cpu and not rows.is_inference() and len(self._spare) < 4:
             whole = rows if rows._base is None else rows._base
             self._spare.append(whole.view(-1))
 
@@ -269,6 +283,9 @@ class MoEDispatcher:
         return output, back
 
 
+#: From this many elements on, rows that stay on this rank are not part of the exchange, and the memory of an exchange
+#: is kept for the next one. For fewer, both take longer than they save (2 ranks, 2026-11-27).
+_MANY = 1 << 17
 #: The dtypes that torch's embedding_bag can sum.
 _BAGGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -285,19 +302,18 @@ def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     """For each token the sum of its rows, each multiplied by its weight, in the order of the token's experts."""
     if len(routing.places) == routing.dropped:
         return back.new_zeros((routing.tokens, back.shape[1]))
-    bag: Any = torch.nn.functional.embedding_bag
+    begins = torch.arange(0, routing.tokens * routing.choices, routing.choices, device=back.device)
     if back.dtype in _BAGGED and not routing.dropped:
-        shaped = None if weights is None else weights.view(-1, routing.choices)
-        every = routing.places.view(-1, routing.choices)
-        summed: Tensor = bag(every, back, mode="sum", per_sample_weights=shaped)
+        # Like torch.nn.functional.embedding_bag with mode="sum", whose checks take half of the time of a few rows.
+        summed: Tensor = torch.embedding_bag(back, routing.places, begins, False, 0, False, weights)[0]
         return summed
     assignments, places = _places(routing)
     if back.dtype not in _BAGGED:
         part = back[places] if weights is None else back[places] * weights[assignments].unsqueeze(1)
         output = back.new_zeros((routing.tokens, back.shape[1]))
         return output.index_add(0, assignments.div(routing.choices, rounding_mode="floor"), part)
-    begins = torch.arange(0, routing.tokens * routing.choices, routing.choices, device=back.device)
     each = None if weights is None else weights[assignments]
+    bag: Any = torch.nn.functional.embedding_bag
     by_token: Tensor = bag(places, back, torch.searchsorted(assignments, begins), mode="sum", per_sample_weights=each)
     return by_token
 

@@ -26,8 +26,8 @@ class Routing:
         print(routing.dropped, routing.imbalance)
     """
 
-    #: For each row that was sent, the index of its assignment; -1 for padding. The rows for other ranks come first, in
-    #: the order of the experts, then the rows that stay on this rank.
+    #: For each row that was sent, the index of its assignment; -1 for padding. The rows are in the order of the
+    #: experts; with ``own_last``, the rows that stay on this rank come after all others.
     order: Tensor
     #: Number of tokens of the call, and number of experts for each token.
     tokens: int
@@ -41,7 +41,7 @@ class Routing:
     sorting: Tensor
     #: For each received row: its index in the rows that ``dispatch`` returned.
     unsorted: Tensor
-    #: For each row that was sent: the index of its token; an arbitrary token for padding.
+    #: For each row that was sent: the index of its token; token 0 for padding.
     sources: Tensor
     #: For each assignment: the index of the row that was sent for it; -1 if the assignment was dropped.
     places: Tensor
@@ -52,6 +52,8 @@ class Routing:
     #: The largest number of assignments to one expert, divided by the mean over all experts, before any is dropped; 1
     #: is even. With ``pad`` only this rank's tokens are counted, because no counts are exchanged.
     imbalance: float
+    #: Whether rows that stay on this rank are stored after the rows for other ranks, and are not part of the exchange.
+    own_last: bool
 
 
 class _Rows(NamedTuple):
@@ -61,9 +63,13 @@ class _Rows(NamedTuple):
     received: list[int]
     rows: list[int]
     order: Tensor
+    sources: Tensor
     places: Tensor
     sorting: Tensor
     unsorted: Tensor
+    #: The largest number of rows for one expert, and the number of all rows of all ranks.
+    busiest: int
+    all_rows: int
 
 
 class Router:
@@ -84,21 +90,22 @@ class Router:
         if experts.is_floating_point() or experts.is_complex():
             raise ValueError(f"sagellm MoEDispatcher: experts are {experts.dtype}, expected whole numbers")
         flat = experts.reshape(-1).long().contiguous()
-        assignments = len(flat)
+        assignments = flat.shape[0]
+        tokens, choices = experts.shape[0], experts.shape[1] if experts.dim() == 2 else 1
         wanted, order = self._sort(flat)
         if self.pad:
             taken = wanted.new_full((self.ranks * self.num_experts,), self._capacity(assignments))
-            demand = wanted.tolist()
         else:
             table = wanted if self.ranks == 1 else wanted.new_empty(self.ranks * self.num_experts)
             if self.ranks > 1:
                 dist.all_gather_into_tensor(table, wanted, group=self.group)
-            demand = table.view(self.ranks, -1).sum(0).tolist()
             taken = table if self.capacity_factor is None else self._limited(table)
-        rows = (self._by_core if flat.is_cpu else self._by_torch)(flat, order, wanted, taken, own_last)
-        tokens, choices = experts.shape[0], experts.shape[1] if experts.dim() == 2 else 1
+        rows = (self._by_core if flat.is_cpu else self._by_torch)(flat, order, wanted, taken, own_last, choices)
+        busiest, total = rows.busiest, rows.all_rows
+        if self.capacity_factor is not None:  # before any is dropped
+            demand = (wanted if self.pad else table.view(self.ranks, -1).sum(0)).tolist()
+            busiest, total = max(demand), sum(demand)
         padding = int((rows.order < 0).sum()) if self.pad else 0
-        sources = rows.order.div(choices, rounding_mode="floor") if choices > 1 else rows.order
         return Routing(
             order=rows.order,
             tokens=tokens,
@@ -108,11 +115,12 @@ class Router:
             rows=rows.rows,
             sorting=rows.sorting,
             unsorted=rows.unsorted,
-            sources=sources.clamp(min=0) if padding else sources,
+            sources=rows.sources,
             places=rows.places,
-            dropped=assignments - (len(rows.order) - padding),
+            dropped=assignments - (rows.order.shape[0] - padding),
             padding=padding,
-            imbalance=max(demand) * self.num_experts / sum(demand) if any(demand) else 1.0,
+            imbalance=busiest * self.num_experts / total if total else 1.0,
+            own_last=own_last,
         )
 
     def _capacity(self, assignments: int) -> int:
@@ -139,19 +147,25 @@ class Router:
             )
         return torch.bincount(flat, minlength=self.num_experts), torch.argsort(flat, stable=True)
 
-    def _by_core(self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool) -> _Rows:
+    def _by_core(
+        self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool, choices: int
+    ) -> _Rows:
         core = load.extension()
-        figures = flat.new_empty(2 * self.ranks + self.local_experts)
+        figures = flat.new_empty(2 * self.ranks + self.local_experts + 2)
         core._row_figures(taken, self.num_experts, self.rank, figures)
         found = figures.tolist()
         sent, received = found[: self.ranks], found[self.ranks : 2 * self.ranks]
-        rows, places = flat.new_empty(sum(sent)), torch.empty_like(order)
-        core._rows_leaving(taken, self.rank, own_last, order, wanted, rows, places)
+        leaving, places = flat.new_empty((2, sum(sent))), torch.empty_like(order)
+        rows, sources = leaving.unbind(0)
+        core._rows_leaving(taken, self.rank, own_last, order, wanted, choices, rows, sources, places)
         sorting, unsorted = flat.new_empty((2, sum(received))).unbind(0)
         core._rows_coming(taken, self.num_experts, self.rank, own_last, sorting, unsorted)
-        return _Rows(sent, received, found[2 * self.ranks :], rows, places, sorting, unsorted)
+        *each, busiest, total = found[2 * self.ranks :]
+        return _Rows(sent, received, each, rows, sources, places, sorting, unsorted, busiest, total)
 
-    def _by_torch(self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool) -> _Rows:
+    def _by_torch(
+        self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool, choices: int
+    ) -> _Rows:
         table = taken.view(self.ranks, self.num_experts)
         pairs = table.view(self.ranks, self.ranks, self.local_experts).sum(2).tolist()
         sent, received = pairs[self.rank], [line[self.rank] for line in pairs]
@@ -166,7 +180,10 @@ class Router:
         real = (rows >= 0).nonzero().squeeze(1)
         places[rows[real]] = real
         sorting = self._sorting(theirs, own_last)
-        return _Rows(sent, received, theirs.sum(0).tolist(), rows, places, sorting, torch.argsort(sorting))
+        sources = rows.clamp(min=0).div(choices, rounding_mode="floor")
+        every, unsorted = table.sum(0).tolist(), torch.argsort(sorting)
+        each = every[first : first + self.local_experts]
+        return _Rows(sent, received, each, rows, sources, places, sorting, unsorted, max(every), sum(every))
 
     def _filled(self, order: Tensor, flat: Tensor, wanted: Tensor, taken: Tensor) -> Tensor:
         """The accepted assignments of each expert, its first ones; padded with -1 if the expert has fewer."""
