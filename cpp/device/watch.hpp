@@ -86,8 +86,8 @@ class DeviceWatch {
   // Checks each group's captured calls. Drops an entry if its call no longer exists or its group has failed. Call it
   // without `mutex_`.
   static void look_at_replays(std::vector<Captured>& captured);
-  // Starts the threads that do not run, or wakes the first one. Call it with `mutex_`, and before a list gets an entry:
-  // it throws if no thread is left, and nobody would then look at the entry.
+  // Starts the threads that are not running, or wakes the first one. Call it with `mutex_` held, before you add an
+  // entry to a list: it throws if it cannot create a thread, and nobody would then look at the entry.
   void start();
 
   std::mutex mutex_;

@@ -76,7 +76,7 @@ class Plan {
   // host memory, and every tensor on a device gets one.
   Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor = false);
 
-  // Makes this a call that combines numbers, of the type of `tensor`.
+  // Makes this a reduction by `reduce_op` of numbers of the type of `tensor`.
   void combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op);
 
   // Append a tensor to the inputs, to the outputs, or to both as the same memory. `stage` forces a temporary, even for

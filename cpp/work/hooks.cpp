@@ -13,8 +13,8 @@ namespace sagellm {
 
 namespace {
 
-// A DistBackendError that reports which thread gets it: torch asks for its class on the thread that raises it in
-// Python.
+// A DistBackendError that records which thread gets it: torch calls `python_type` on the thread that raises the error
+// in Python.
 class ToldFailure final : public torch::PyTorchError {
  public:
   ToldFailure(const std::string& text, std::shared_ptr<Events> events)

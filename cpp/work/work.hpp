@@ -6,7 +6,7 @@
 // - A stream of a device (device/work.hpp): the waiting thread polls it, or makes its own stream wait for it.
 // Works of other backends are wrapped instead (work/joined.hpp).
 //
-// refused: abort: torch has no call for it in Python and never makes it; abort the group
+// refused: abort: torch never calls it and has no Python binding for it; abort the group
 //
 // Ownership: the core holds the `Completion` of an operation until the operation ends. The `Completion` holds the Work
 // and the input tensors, so a caller may drop everything at once. At the end the `Completion` moves both to

@@ -507,8 +507,8 @@ pub mod ffi {
         /// `self` is dropped. Captured calls count as ended, because no event reports their end.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
         /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their
-        /// launch, and other ranks may have launched theirs. If calls are dropped that were not launched, this has the
-        /// same effect.
+        /// launch, and other ranks may have launched theirs. Dropping calls that were not launched has the same
+        /// effect.
         fn failed_here(self: &RustCall, why: &str);
         /// Between this call and `poll_running` or `poll_passed`, this thread's device queries do not invalidate a
         /// graph capture of another thread. The caller passes the returned mode to that function.

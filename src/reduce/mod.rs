@@ -78,7 +78,7 @@ impl Level {
         *BEST
     }
 
-    /// The name of the level in `SAGELLM_KERNELS`.
+    /// How the variable `SAGELLM_KERNELS` spells this level.
     pub fn name(self) -> &'static str {
         match self {
             Level::Portable => "portable",

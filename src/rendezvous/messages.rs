@@ -17,7 +17,7 @@ use crate::select;
 /// Must change whenever these messages, their order, or other bytes that ranks tell each other change.
 pub const PROTOCOL: u32 = 14;
 
-/// Random and new for every attempt. Distinguishes live processes from keys of earlier incarnations.
+/// Random and new for every attempt. Distinguishes the keys of live processes from those of earlier attempts.
 pub type Nonce = [u8; 16];
 
 const RECORD_MAGIC: &[u8; 8] = b"sgllmREC";

@@ -125,7 +125,7 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
             let chunk = chunk.clamp(64, shape.stage_bytes.max(64));
             let rounds = bytes.div_ceil(unit(kind, shape.ranks, chunk) as u64).max(1);
             let round = if oversubscribed { OVERSUBSCRIBED_ROUND_NS } else { ROUND_NS };
-            // The header, the stage, and the results if they are collected.
+            // One for the header, one for the stage and one for collecting results, which not every kind needs.
             let exchanges = if oversubscribed { 1.0 } else { 3.0 };
             let byte = per_byte(bytes, cache_bytes) * spill(bytes, chunk as u64, shape, cache_bytes);
             let parts = (chunk.min(bytes as usize) / LEAST_BYTES).clamp(1, shape.threads.max(1));

@@ -356,7 +356,7 @@ def order(ctx: Context, device: str) -> None:
     work = dist.broadcast(target, 0, async_op=True)
     work.wait()
     holds(target * 1, 3)
-    # Later work on the caller's stream must not overtake work that was issued before it, even without a wait.
+    # An asynchronous operation waits for earlier work on the caller's stream, even if nobody has called wait().
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     work = dist.all_reduce(value, async_op=True)

@@ -92,7 +92,7 @@ class DistributedCommunicator:
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup, timeout: Seconds | None = None) -> DistributedCommunicator:
-        """This process's rank of a process group; all ranks of the group call it."""
+        """Returns this rank's communicator in ``group``; all ranks of the group must call this."""
         return cls(group=group, timeout=timeout)
 
     @classmethod

@@ -1,7 +1,7 @@
-//! Holds, under one lock, the operations of a group over several hosts that have not ended: the collectives in order of
-//! issue, and the messages. One `Order` covers both, so an operation that uses the memory of an earlier one follows it,
-//! whatever their kinds (rule 4). While a message must wait for an earlier operation, it is held; while a collective
-//! must wait, it is neither promised to peers nor run.
+//! Holds, under one lock, the unfinished operations of a group over several hosts: the collectives in order of issue, and
+//! the messages. One `Order` covers both, so an operation that uses the memory of an earlier one follows it, whatever
+//! their kinds (rule 4). A message that must wait for an earlier operation is held. A collective that must wait is not
+//! run, and this rank does not promise it to its peers (rule 15).
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -153,7 +153,7 @@ impl Bulk<'_> {
         Ok(Step::Blocked)
     }
 
-    /// Derives the number of rounds from the signed sizes. For all_to_all it needs the tables of all ranks. Returns
+    /// Derives the number of rounds from the sizes on which all ranks agree. For all_to_all it needs the tables of all ranks. Returns
     /// false if they are not published yet.
     fn make_plan(&mut self, state: &mut Rounds, bases: Bases) -> Result<bool> {
         let (area, request) = (self.area, &self.op.request);

@@ -43,7 +43,8 @@ pub struct Results {
     words: u64,
     /// Signatures of the last operations, for texts. An operation's signature has the same index as its hash word.
     signatures: Vec<u64>,
-    /// The hash that is being computed, of an operation in rounds or of another large one, and the operation's number.
+    /// The number and the partial hash of an operation that is not hashed completely yet. It runs in rounds, or its
+    /// result is large.
     running: Option<(u64, Hashing)>,
     /// The hashes of operations up to this number were compared with those of the next rank.
     compared: u64,

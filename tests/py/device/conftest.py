@@ -14,7 +14,7 @@ import simulated
 
 @pytest.fixture(scope="session")
 def libraries() -> dict[str, Path]:
-    """The device and the simulators, built before the first deadline runs. Empty if a card takes their place."""
+    """Paths of the simulators, built with the device before the first deadline runs. Empty if a card is used."""
     if simulated.CARD:
         return defaultdict(Path)
     simdevice.library_path()

@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused(words: list[str], expected: str, capsys: p
     assert code == 2 and expected in capsys.readouterr().err
 
 
-#: For each option of the mode a value other than its default.
+#: For each option of `simulate --strategy`, a value other than its default.
 OTHER = {"params": "8B", "layers": "16", "hidden": "8192", "kv_hidden": "1024", "sequence": "8192", "batch": "16"}
 OTHER |= {"item": "4", "microbatches": "4", "experts": "128", "experts_per_token": "4", "bucket": "1MiB"}
 

@@ -116,7 +116,7 @@ def refused(ctx: Context) -> None:
 
 @beyond_gloo("refusals of fused_all_reduce")
 def test_rule_02_a_refused_list_sends_nothing() -> None:
-    """Rule 2: wrong lists are refused on the calling rank and use no number."""
+    """Rule 2: wrong lists are refused on the calling rank and use no sequence number."""
     run_ranks(refused, 2)
 
 

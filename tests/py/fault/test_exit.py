@@ -187,7 +187,7 @@ def repeat(turns: int, once: Callable[[int], None], say: Callable[[str], None]) 
 
 
 def exit_once(moment: str, turn: int) -> None:
-    """Runs the moment once. The exit codes must be right, and nothing may be left."""
+    """Runs one job that exits at ``moment``. Its exit codes must be right, and no file may be left in /dev/shm."""
     fn, expected = MOMENTS[moment]
     with launch(fn, 2, normal_exit=True) as job:
         codes = [outcome.code for outcome in job.wait(60)]

@@ -1,5 +1,5 @@
-"""The calls of the Python API by a program that knows only its documentation; `tests/py/device/test_api.py` has
-devices."""
+"""A program that was written from the documentation alone calls the Python API; `tests/py/device/test_api.py` runs it
+on devices."""
 
 from __future__ import annotations
 

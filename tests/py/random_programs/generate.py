@@ -675,7 +675,7 @@ class Draw:
         return True
 
     def settle(self, only: int | None = None) -> None:
-        """Waits for every Work that can have ended."""
+        """Waits for every Work that has ended in the model."""
         ranks = self.alive() if only is None else [only]
         while True:
             left = [rank for rank in ranks if self.waitable(rank)]

@@ -124,7 +124,7 @@ def run(
 
 
 def command(place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line as its script does."""
+    """Runs the command as the console script ``torch-sagellm`` does."""
     code = "import sys, _torch_sagellm_autoload as it; sys.argv[0] = 'torch-sagellm'; sys.exit(it.main())"
     path = os.pathsep.join([str(place), str(TORCH)])
     return run_script(["-S", "-c", code, *words], env={"PYTHONPATH": path, **environment}, cwd="/")

@@ -42,11 +42,11 @@ def test_no_unfinished_marks_and_no_machine_of_one_person() -> None:
 
 @pytest.mark.quick
 def test_every_rule_of_this_stage_has_a_test() -> None:
-    """For each rule, tests/py/RULES.md names tests that exist."""
+    """tests/py/RULES.md names at least one test for each rule, except 19, and all these tests exist."""
     table = (ROOT / "tests" / "py" / "RULES.md").read_text()
     rows = re.findall(r"^\| (\d+) \|[^|]*\| (.*) \|$", table, re.M)
     covered = {int(number) for number, tests in rows if tests.strip()}
-    expected = {*range(1, 19), *range(20, 33)}
+    expected = {*range(1, 19), *range(20, 37)}
     assert covered >= expected, sorted(expected - covered)
     sources = {
         path: path.read_text()

@@ -21,7 +21,7 @@ use crate::event::Event;
 use crate::settings;
 use crate::table::Table;
 
-/// Work for the stream's thread. A returned number is the runtime's error; after it the stream does no more work.
+/// Work for the stream's thread. A returned number is the runtime's error; after it only work with `always` still runs.
 pub type Task = Box<dyn FnOnce() -> Option<i32> + Send>;
 
 /// Work as it is pushed to a stream. A capture keeps it and issues it again with each launch of the graph.

@@ -58,7 +58,7 @@ def mark_places(places: Tensor, divisor: int) -> None:
 
 
 def marks_of_places(every: Tensor, ranks: int) -> list[bool]:
-    """Like ``marks``, for the indices of all ranks."""
+    """Like ``marks``, for the indices that all ranks sent."""
     if not every.is_cpu or not every.numel():
         return []
     firsts = every.view(ranks, -1)[:, 0]

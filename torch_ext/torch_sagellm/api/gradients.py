@@ -36,7 +36,7 @@ def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> tor
 
 
 class _Upstream:
-    """Passes a tensor to an autograd function without an edge to it."""
+    """Wraps a tensor, so that an autograd function that gets it makes no edge to it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

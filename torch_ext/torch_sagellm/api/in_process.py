@@ -1,4 +1,4 @@
-"""Ranks that are objects of one process, for learning and tests: groups of the core, like those of processes.
+"""Ranks that are objects of one process, for learning and tests. The core serves them as it serves processes.
 
 The ranks of a ``Topology`` meet over a store in memory and share memory, like processes of one host. Their calls are
 collected here, because a loop over ranks makes them one after the other. When the last rank has made a call, the
@@ -344,7 +344,7 @@ class _Made:
 
 
 class _Future(CommFuture):
-    """The future of a call in this process: functions that ``then`` chains to it run when ``wait()`` returns."""
+    """The future of a call in this process. Once the call has ended, ``wait()`` runs what ``then`` has chained."""
 
     def wait(self) -> torch.Tensor:
         """Returns the tensor when the call has ended; on the thread that created the ranks at once, like every call."""

@@ -190,8 +190,8 @@ def _seconds(body: Callable[[], object]) -> float:
 
 
 def _measured_machine(rank: int, ranks: int) -> Machine:
-    """Measures the model's parameters: messages around a ring in which every rank sends and receives at the same
-    time."""
+    """Measures the parameters of the cost model, by messages around a ring in which all ranks send and receive at
+    once."""
     import torch
 
     after, before = (rank + 1) % ranks, (rank - 1) % ranks

@@ -335,7 +335,7 @@ def carrier(backend: Any, device: str) -> str:
 def _by_library(
     op: str, nbytes: int, ranks: int, library: str, decided: str = "", sequence: int | None = None, ran: str = ""
 ) -> Explanation:
-    """The explanation for tensors on a device that its vendor's library carries."""
+    """The explanation of a call on device tensors that the device vendor's library executes."""
     return Explanation(
         op=op,
         nbytes=nbytes,

@@ -164,7 +164,7 @@ def debug_handlers() -> list[Any] | None:
             return request.frontend.render_template("json_resp.html", title=title, addrs=addresses, resps=answers)
 
         def dump(self) -> None:
-            """Does nothing, because periodic dumps contain only torch's page."""
+            """Does nothing, because the inherited method would write torch's own trace a second time."""
 
         def dump_filename(self) -> str:
             return "sagellm_fr_trace"

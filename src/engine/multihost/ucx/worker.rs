@@ -164,8 +164,8 @@ impl Worker {
         Ok(Endpoint { raw, who, aim })
     }
 
-    /// Closes a way at once. What is in flight on it ends with an error. Returns true if it is closed now; otherwise
-    /// `What::Close` ends then.
+    /// Closes an endpoint by force: what is in flight on it ends with an error. Returns true if it is closed now, and
+    /// false if a `What::Close` event will report that.
     pub fn close(&self, endpoint: Endpoint) -> bool {
         let calls = self.lock();
         let flight = Flight::new(calls.notes, endpoint.who, What::Close, endpoint.aim);

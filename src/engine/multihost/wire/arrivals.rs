@@ -31,7 +31,7 @@ enum Step {
 
 struct Body {
     incoming: Incoming,
-    /// While UCX uses its memory: the number of its receive.
+    /// The number of the UCX receive that still uses the body's memory.
     flying: Option<(u64, Counted)>,
     /// Whether the receive failed. Then the connection ends, and this with it.
     failed: bool,

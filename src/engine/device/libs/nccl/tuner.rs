@@ -443,8 +443,8 @@ mod tests {
             assert_eq!(algorithm(&one, Kind::Broadcast, bytes, 8, 1), None);
             assert_eq!(algorithm(&given(1, "*:0-=start"), Kind::AllReduce, bytes, 8, 1), Some(expected));
         }
-        // In the first case NVLink joins the two hosts that NCCL counts; in the second the group is on only one of the
-        // job's hosts.
+        // First, NCCL counts two hosts, but the topology counts one, because NVLink joins them. Second, the group is on one
+        // of the job's two hosts.
         assert_eq!(algorithm(&one, Kind::AllReduce, 1 << 30, 8, 2), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 1), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 2), Some(TREE), "hierarchical");
