@@ -5,6 +5,7 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The variable that names the cache directory. If it is not set, the directory is `$XDG_CACHE_HOME/sagellm` or
 /// `~/.cache/sagellm`.
@@ -53,15 +54,17 @@ pub fn read(path: &Path, most: usize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Writes a file atomically: a reader finds either the old file or the complete new one. That holds after a power
-/// failure too if `sync` is set. Makes the directory.
+/// Writes a file atomically: a reader finds either the old file or the complete new one, and of several writers the last
+/// one wins. That holds after a power failure too if `sync` is set. Makes the directory.
 pub fn write(path: &Path, text: &str, most: usize, sync: bool) -> io::Result<()> {
     if text.len() > most {
         return Err(io::Error::other(format!("a table of {} bytes is more than {most}", text.len())));
     }
     path.parent().map_or(Ok(()), fs::create_dir_all)?;
-    let draft = path.with_extension(format!("{}.tmp", std::process::id()));
-    let written = File::create(&draft).and_then(|mut file| {
+    // Another process may have the same number, in another container or on another host that shares the directory.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let draft = path.with_extension(format!("{}-{now}.tmp", std::process::id()));
+    let written = File::create_new(&draft).and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         if sync { file.sync_all() } else { Ok(()) }
     });

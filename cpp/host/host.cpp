@@ -134,8 +134,8 @@ class C10dStore final : public Store {
     return plain_errors([&] {
       const std::string name = full(key);
       // `compareSet` returns the stored value, or the expected one if the key is missing. No rank ever stores the value
-      // expected here, so the call changes nothing. It is one request, and it never waits: another rank may delete the
-      // key at any time.
+      // expected here, so the call changes no key. It is one request, and it never waits: another rank may delete the
+      // key at any time. (A `FileStore` whose file was deleted creates it again, as it does at every other request.)
       static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
       const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
         if (compares_) return store.compareSet(name, nothing, nothing);

@@ -35,8 +35,8 @@ pub fn explain_without_group(
     let desc = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
     let found = explain::explain(desc, &shape, &policy);
     let predicted = |desc| explain::explain(desc, &shape, &policy).predicted_ns;
-    let scaled =
-        payload(desc, bytes, ranks).and_then(|payload| Usual::earlier(kind, &shape)?.scaled(desc, payload, predicted));
+    let scaled = payload(desc, bytes, ranks)
+        .and_then(|payload| Usual::earlier(kind, &shape, &policy)?.scaled(desc, payload, predicted));
     Ok(Explanation { scaled, ..found })
 }
 
@@ -57,9 +57,9 @@ struct Usual {
 }
 
 impl Usual {
-    /// Those of earlier groups of this shape. None if there are none.
-    fn earlier(kind: Kind, shape: &GroupShape) -> Option<Usual> {
-        let typical = alike(shape)?.load().of(kind);
+    /// Those of earlier groups of this shape and policy. None if there are none.
+    fn earlier(kind: Kind, shape: &GroupShape, policy: &Policy) -> Option<Usual> {
+        let typical = alike(shape, policy)?.load().of(kind);
         (!typical.is_empty()).then_some(Usual { typical, by: CallsOf::EarlierGroups })
     }
 
@@ -72,9 +72,9 @@ impl Usual {
 }
 
 /// Under what the times of a group's calls are kept. None if they are not: between hosts, and without our own engine.
-fn alike(shape: &GroupShape) -> Option<Alike> {
+fn alike(shape: &GroupShape, policy: &Policy) -> Option<Alike> {
     let GroupShape { ranks, hosts, cores, threads, stage_bytes, .. } = *shape;
-    (hosts == 1 && ranks > 1 && stage_bytes > 0).then_some(Alike { ranks, cores, threads })
+    (hosts == 1 && ranks > 1 && stage_bytes > 0).then(|| Alike { ranks, cores, threads, policy: policy.hash() })
 }
 
 /// The model's nanoseconds by payload, for operations like `own`, whose payload is `payload`.
@@ -137,28 +137,25 @@ impl Group {
     fn usual(&self, kind: Kind, shape: &GroupShape) -> Option<Usual> {
         let typical = self.lock().stats.typical(kind);
         match typical.is_empty() {
-            true => Usual::earlier(kind, shape),
+            true => Usual::earlier(kind, shape, &self.policy),
             false => Some(Usual { typical, by: CallsOf::ThisGroup }),
         }
     }
 
-    /// Keeps the usual times of the calls for later groups. Called by a rank that leaves the group in order.
-    pub(super) fn keep_times(&self) {
+    /// The usual times of the calls, which a rank that leaves the group in order keeps for later groups (`Alike::save`).
+    /// None if it keeps none.
+    pub(super) fn times_to_keep(&self) -> Option<(Alike, Vec<(Kind, Typical)>)> {
         let speaks =
             self.config.rank == 0 && self.id != [0; 16] && !self.faults.role().is_inside() && !self.has_failed();
         if !speaks || self.delegate_reason().is_some() {
-            return;
+            return None;
         }
         let barrier = OpDesc { kind: Kind::Barrier, bytes: 0, class: Class::Moved };
-        if let Some(alike) = alike(&self.explain_op(barrier, false).shape) {
-            let mut inner = self.lock();
-            let times = Kind::COLLECTIVES.into_iter().flat_map(|kind| {
-                inner.stats.typical(kind).into_iter().map(|typical| (kind, typical)).collect::<Vec<_>>()
-            });
-            let times = times.collect();
-            drop(inner);
-            alike.save(times);
-        }
+        let alike = alike(&self.explain_op(barrier, false).shape, &self.policy)?;
+        let mut inner = self.lock();
+        let of_kind = |kind: Kind| inner.stats.typical(kind).into_iter().map(move |typical| (kind, typical));
+        let times = Kind::COLLECTIVES.into_iter().flat_map(of_kind).collect();
+        Some((alike, times))
     }
 
     /// Explains the collective with this number, if it is pending or the history still contains its record.
@@ -203,15 +200,15 @@ impl Group {
         let payload = whole(request.inputs()).max(whole(request.outputs()));
         let own = OpDesc::of(request, size);
         let predicted = |desc| self.explain_op(desc, false).predicted_ns;
-        let usual = self.usual(kind, &self.explain_op(own, false).shape);
-        if usual.is_none() && kind.is_p2p() {
+        // Only calls of this group: ranks may have different times of earlier groups, and programs decide by estimates.
+        let typical = self.lock().stats.typical(kind);
+        if typical.is_empty() && kind.is_p2p() {
             return Err(Error::invalid(format!(
                 "sagellm: no {kind} can be estimated in group '{}' before it has made some",
                 self.config.name
             )));
         }
-        let found = usual.and_then(|usual| usual.scaled(own, payload, predicted));
-        Ok(found.map_or_else(|| model(own, payload, predicted)(payload) as u64, |scaled| scaled.ns))
+        Ok(scaled(&typical, model(own, payload, predicted), payload) as u64)
     }
 
     fn explain_op(&self, desc: OpDesc, batched: bool) -> Explanation {

@@ -328,7 +328,7 @@ impl Group {
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
             self.config.name, self.config.rank
         ));
-        self.keep_times();
+        let times = self.times_to_keep();
         self.faults.await_announced();
         self.control.leave(&destroyed, &|| self.host.interrupted());
         self.fail_all(&destroyed);
@@ -339,6 +339,10 @@ impl Group {
         let member: Arc<dyn Member> = Arc::<Watch>::clone(&self.watch);
         self.watch.responder().remove(&member);
         self.ties.let_go();
+        // Last, because a file system may block this thread.
+        if let Some((alike, times)) = times {
+            alike.save(times);
+        }
     }
 
     fn fail_all(&self, error: &Error) {

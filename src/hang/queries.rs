@@ -12,7 +12,7 @@
 //! ranks.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use once_cell::sync::OnceCell;
@@ -20,7 +20,7 @@ use once_cell::sync::OnceCell;
 use super::query::{Participant, Query};
 use super::reply::Reply;
 use super::status::is_since;
-use super::store_keys::{SharedStore, StoreKeys};
+use super::store_keys::{Request, SharedStore, StoreKeys};
 use super::waiting::nanoseconds;
 use super::{SHORTEST, SILENCE};
 use crate::engine::Told;
@@ -73,9 +73,14 @@ pub struct Queries {
 
 impl Queries {
     /// `id` is unique to this attempt to create the group.
-    pub fn new(store: SharedStore, id: &str) -> Queries {
+    pub fn new(store: SharedStore, id: &str, request: Arc<Request>) -> Queries {
         let connection = store.connection();
-        Queries { keys: StoreKeys::new(store, id), connection, state: Mutex::default(), failure: OnceCell::new() }
+        Queries {
+            keys: StoreKeys::new(store, id, request),
+            connection,
+            state: Mutex::default(),
+            failure: OnceCell::new(),
+        }
     }
 
     /// The connection to the store.

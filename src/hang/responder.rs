@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::channel::{Channel, LongWait, Member};
 use super::cycle::Edge;
 use super::places::{self, Asked, Places};
+use super::store_keys::Request;
 use crate::host::Host;
 use crate::os::event_count::WakeWords;
 use crate::os::watch::PerProcess;
@@ -48,6 +49,8 @@ pub struct Responder {
     /// `store_threads` holds these threads, each with its connection.
     pub(super) stores_changed: EventCount,
     pub(super) store_threads: Mutex<Vec<(usize, JoinHandle<()>)>>,
+    /// For each connection to a store, the request that its thread is making. Weak: the groups of the connection hold it.
+    requests: Mutex<HashMap<usize, Weak<Request>>>,
     /// The groups that this rank has left and whose keys are still in the store, in the order in which they ended. A
     /// group is removed when no living group uses its connection, so that this list keeps no store alive.
     left: Mutex<Vec<LeftGroup>>,
@@ -121,6 +124,18 @@ impl Responder {
         let due = left.extract_if(.., |one| of_it(one) && one.since.elapsed() >= after).collect();
         let next = left.iter().find(|one| of_it(one)).map(|one| after.saturating_sub(one.since.elapsed()));
         (due, next)
+    }
+
+    /// The request that the thread of this connection is making.
+    pub(super) fn request(&self, connection: usize) -> Arc<Request> {
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        requests.retain(|_, request| request.strong_count() > 0);
+        let known = requests.get(&connection).and_then(Weak::upgrade);
+        known.unwrap_or_else(|| {
+            let request = Arc::default();
+            requests.insert(connection, Arc::downgrade(&request));
+            request
+        })
     }
 
     /// Whether the answering thread runs.

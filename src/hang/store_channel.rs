@@ -13,7 +13,7 @@ use super::monitor::Watched;
 use super::queries::{FaultRead, Queries};
 use super::responder::Responder;
 use super::status::Status;
-use super::store_keys::{SharedStore, interval};
+use super::store_keys::{Request, SharedStore, interval};
 use super::{FAULT_READ, SHORTEST, SILENCE, in_seconds};
 use crate::engine::Told;
 use crate::os::clock;
@@ -35,8 +35,8 @@ pub struct StoreChannel {
     /// Set by a thread that wants one read for a fault. Cleared, before it reads, by the thread that reads the store.
     /// Relaxed, because it guards no other data.
     wants_read: AtomicBool,
-    /// When the thread that reads the store began the read in which it is now. `None` between two reads.
-    reading_since: Mutex<Option<Instant>>,
+    /// The request that the thread of the connection is making, for this group or another one.
+    request: Arc<Request>,
     /// Set by the thread that reads the store after it has published this rank's fault (release). Read (acquire) before
     /// this rank ends communicators on devices, so that a peer that finds one ended can read the reason.
     published: AtomicBool,
@@ -46,22 +46,19 @@ impl StoreChannel {
     /// `id` is unique to this attempt to make the group. `keys`: further keys of this rank, to be removed after the
     /// group has ended.
     pub fn over(store: SharedStore, id: &str, responder: &Arc<Responder>, keys: Vec<String>) -> Arc<dyn Channel> {
-        let (queries, responder) = (Queries::new(store, id), Arc::clone(responder));
+        let request = responder.request(store.connection());
+        let (queries, responder) = (Queries::new(store, id, Arc::clone(&request)), Arc::clone(responder));
         Arc::new(StoreChannel {
             queries,
+            request,
             keys,
             responder,
             asks_why: AtomicBool::new(false),
             told: OnceCell::new(),
             no_fault_at: Mutex::default(),
             wants_read: AtomicBool::new(false),
-            reading_since: Mutex::default(),
             published: AtomicBool::new(false),
         })
-    }
-
-    fn reading(&self, since: Option<Instant>) {
-        *self.reading_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 }
 
@@ -90,8 +87,8 @@ impl Channel for StoreChannel {
         if let Some(failure) = self.queries.failure() {
             return Some(format!("the store has failed ({failure})"));
         }
-        let since = (*self.reading_since.lock().unwrap_or_else(PoisonError::into_inner))?.elapsed();
-        (since >= SILENCE).then(|| format!("the store has not responded for {}", in_seconds(since)))
+        let waits = self.request.waits().filter(|waits| *waits >= SILENCE)?;
+        Some(format!("the store has not responded for {}", in_seconds(waits)))
     }
 
     fn look_again(&self) {
@@ -146,7 +143,6 @@ impl Channel for StoreChannel {
         let pause = interval(me.timeout());
         me.look_external(); // no other thread does this for a delegate's operations
         let waits = me.waits_long();
-        self.reading(Some(Instant::now()));
         let next = self.queries.look(me, waits, clock::stamp(), pause);
         let asks_why = self.asks_why.load(Ordering::Relaxed) && self.told.get().is_none();
         let (wants_read, begin) = (self.wants_read.swap(false, Ordering::Relaxed), Instant::now());
@@ -157,7 +153,6 @@ impl Channel for StoreChannel {
             }
             FaultRead::NotRead | FaultRead::Impossible => (),
         }
-        self.reading(None);
         me.look_external(); // again, for the line at the soft limit, which is due even if the store fails
         // While an operation waits, this thread reads the clock often, because the clock takes a long gap between two
         // readings as a sign that the process was stopped.

@@ -19,6 +19,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::difference::Difference;
@@ -27,7 +28,7 @@ use crate::engine::{Signed, Told};
 use crate::error::{Error, Result};
 use crate::fields::{Reader, Writer};
 use crate::host::Counting;
-use crate::os::topology;
+use crate::os::{clock, topology};
 
 pub type SharedStore = Arc<dyn Counting + Send + Sync>;
 
@@ -150,16 +151,42 @@ pub struct Outcome {
     pub silent: BTreeMap<usize, Process>,
 }
 
+/// The request to a store that a thread waits for. All groups of a connection share it, because one thread makes all
+/// their requests.
+#[derive(Default)]
+pub struct Request {
+    /// When the request began (`clock::now`); 0 if there is none. Written by the thread that makes the requests, read by
+    /// others for texts. Relaxed, because it guards no other data.
+    since: AtomicU64,
+}
+
+impl Request {
+    /// Makes a request.
+    fn of<T>(&self, make: impl FnOnce() -> T) -> T {
+        self.since.store(clock::now().max(1), Ordering::Relaxed);
+        let made = make();
+        self.since.store(0, Ordering::Relaxed);
+        made
+    }
+
+    /// How long the request has waited for the store. `None` if there is none.
+    pub fn waits(&self) -> Option<Duration> {
+        let since = self.since.load(Ordering::Relaxed);
+        (since > 0).then(|| Duration::from_nanos(clock::now().saturating_sub(since)))
+    }
+}
+
 pub struct StoreKeys {
     store: SharedStore,
+    request: Arc<Request>,
     /// Common prefix of all keys.
     prefix: String,
 }
 
 impl StoreKeys {
     /// `id` is unique to this attempt to make the group.
-    pub fn new(store: SharedStore, id: &str) -> StoreKeys {
-        StoreKeys { store, prefix: format!("hang/{id}") }
+    pub fn new(store: SharedStore, id: &str, request: Arc<Request>) -> StoreKeys {
+        StoreKeys { store, request, prefix: format!("hang/{id}") }
     }
 
     fn key(&self, key: &str) -> String {
@@ -167,11 +194,16 @@ impl StoreKeys {
     }
 
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        self.store.try_get(&self.key(key))
+        self.request.of(|| self.store.try_get(&self.key(key)))
     }
 
     fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
-        self.store.set(&self.key(key), bytes)
+        self.request.of(|| self.store.set(&self.key(key), bytes))
+    }
+
+    /// Adds to a counter and returns its value.
+    fn add(&self, key: &str, more: i64) -> Result<i64> {
+        self.request.of(|| self.store.add(&self.key(key), more))
     }
 
     /// Number of the last question; `None` before the first.
@@ -182,12 +214,12 @@ impl StoreKeys {
 
     /// Claims the question with this number. Returns how many ranks have claimed it, including this one.
     pub fn claim(&self, question: u32) -> Result<u32> {
-        Ok(self.store.add(&self.key(&format!("claimed/{question}")), 1)? as u32)
+        Ok(self.add(&format!("claimed/{question}"), 1)? as u32)
     }
 
     /// Asks all ranks the next question.
     pub fn ask(&self) -> Result<()> {
-        self.store.add(&self.key("count"), 1).map(drop)
+        self.add("count", 1).map(drop)
     }
 
     pub fn introduce(&self, rank: usize) -> Result<()> {
@@ -230,14 +262,19 @@ impl StoreKeys {
     }
 
     fn remove(&self, key: &str) -> Result<()> {
-        self.store.remove(&self.key(key))
+        self.remove_whole(&self.key(key))
+    }
+
+    /// Removes the key of this name, without the common prefix.
+    fn remove_whole(&self, name: &str) -> Result<()> {
+        self.request.of(|| self.store.remove(name))
     }
 
     /// Called once by each of the `ranks` ranks, after it has left the group. Each removes its `own` keys, which no
     /// rank reads any more; the last one removes all keys of this file.
     pub fn leave(&self, ranks: usize, own: &[String]) -> Result<()> {
-        own.iter().try_for_each(|key| self.store.remove(key))?;
-        if self.store.add(&self.key("left"), 1)? < ranks as i64 {
+        own.iter().try_for_each(|key| self.remove_whole(key))?;
+        if self.add("left", 1)? < ranks as i64 {
             return Ok(());
         }
         (0..ranks).try_for_each(|rank| self.remove(&format!("who/{rank}")))?;

@@ -1,20 +1,19 @@
 //! The usual times of the calls of groups on one host, kept in the user's cache directory for later groups and
-//! processes. `explain` and `estimate` use them until a group has made such calls itself. They decide nothing, so it
-//! does not matter if ranks read different ones. Between hosts nothing is kept: there the model starts from the link,
-//! which each group measures.
+//! processes. `explain` shows them until a group has made such calls itself. Nothing else uses them, because ranks may
+//! read different files. Between hosts nothing is kept: there the model starts from the link, which each group measures.
 //!
 //! ```text
 //! # what it is
 //! format 1
 //! version 0.1.0
 //! machine AMD EPYC; 2 cores; L1 48K; L2 1024K; L3 32768K
-//! ranks 2; cores 2; threads 1
+//! ranks 2; cores 2; threads 1; policy 0123456789abcdef
 //! all_reduce 8 bytes 4210 ns 12000 calls
 //! sum 0123456789abcdef
 //! ```
 //!
-//! Rank 0 writes the file when it leaves a group that has not failed. A size class that the group has used replaces the
-//! line of that class; the other lines stay.
+//! Rank 0 writes the file when it has left a group that has not failed. A size class that the group has used replaces
+//! the line of that class; the other lines stay. If two processes write at once, the lines of one may be lost.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -41,6 +40,8 @@ pub struct Alike {
     pub cores: usize,
     /// Threads that copy and combine, on each rank.
     pub threads: usize,
+    /// `Policy::hash`: groups with other rules or another table choose other algorithms.
+    pub policy: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -88,10 +89,11 @@ impl Kept {
 
 impl Alike {
     fn head(self) -> String {
-        let Alike { ranks, cores, threads } = self;
+        let Alike { ranks, cores, threads, policy } = self;
         let (version, machine) = (env!("CARGO_PKG_VERSION"), cache_file::one_line(topology::fingerprint()));
         format!(
-            "{HEAD}\nformat {FORMAT}\nversion {version}\nmachine {machine}\nranks {ranks}; cores {cores}; threads {threads}\n"
+            "{HEAD}\nformat {FORMAT}\nversion {version}\nmachine {machine}\nranks {ranks}; cores {cores}; threads {threads}; \
+             policy {policy:016x}\n"
         )
     }
 
@@ -100,9 +102,8 @@ impl Alike {
         if !config::keeps_times() {
             return None;
         }
-        let Alike { ranks, cores, threads } = self;
-        let machine = cache_file::hash(topology::fingerprint().as_bytes());
-        Some(cache_file::directory()?.join(format!("times-{machine:016x}-{ranks}-{cores}-{threads}.txt")))
+        let kind = cache_file::hash(self.head().as_bytes());
+        Some(cache_file::directory()?.join(format!("times-{kind:016x}-{}.txt", self.ranks)))
     }
 
     /// What earlier groups have measured; nothing if the file is missing or cannot be used.
@@ -146,7 +147,7 @@ mod tests {
         kept
     }
 
-    const ALIKE: Alike = Alike { ranks: 2, cores: 2, threads: 1 };
+    const ALIKE: Alike = Alike { ranks: 2, cores: 2, threads: 1, policy: 7 };
 
     #[test]
     fn times_are_read_as_they_were_written() {

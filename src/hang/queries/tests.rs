@@ -123,7 +123,7 @@ fn ranks(store: &Memory, issued: &[u64], rule: impl Fn(usize) -> Box<Rule>) -> V
     let rank = |(rank, issued_here): (usize, &u64)| {
         let requests = Arc::new(AtomicUsize::new(0));
         let connection = Connection { store: store.clone(), rule: rule(rank), requests: Arc::clone(&requests) };
-        let queries = Queries::new(Arc::new(connection), "test");
+        let queries = Queries::new(Arc::new(connection), "test", Arc::default());
         let (issued, ranks, waits) = (*issued_here, issued.len(), *issued_here == most);
         Rank { rank, ranks, issued, waits, locked: false, requests, queries, learned: RefCell::default() }
     };

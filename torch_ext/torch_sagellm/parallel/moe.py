@@ -168,7 +168,8 @@ class MoEDispatcher:
             )
         if not self._looked:
             self._among, self._looked = hosts.find(self.group), True
-        own_last = self._among is None and tokens.shape[1] * experts.numel() >= _MANY
+        many = self.ranks == 1 or tokens.shape[1] * experts.numel() >= _MANY
+        own_last = self._among is None and many
         return self._router.route(experts, own_last)
 
     def _sorted(self, tokens: Tensor, routing: Routing, under_way: _UnderWay | None) -> Tensor:
