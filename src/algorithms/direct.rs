@@ -145,7 +145,7 @@ fn swap(step: &mut Step, peer: usize, out: usize, come: usize, how: How) {
     step.recv(peer, one(come), how);
 }
 
-/// Sends one part from the root to each other rank. Does nothing unless `rank` or `peer` is the root.
+/// If `rank` or `peer` is the root, adds the transfer of one part from the root to the other of the two.
 fn from_root(step: &mut Step, s: &Schedule, rank: usize, peer: usize, part: usize) {
     if rank == s.root {
         step.send(peer, one(part));

@@ -16,8 +16,8 @@
 //! A large all_reduce, reduce or broadcast is cut into segments (`select/inter.rs`), each of which counts as a batch.
 //! So the two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
 //!
-//! Source: the agreement is the one-bit "who is ready" exchange of Horovod's coordinator, here without a coordinator
-//! and without a cycle time: the batch before the previous one carries it.
+//! Source: Horovod's coordinator, which collects one "ready" bit per rank. Here there is no coordinator and no cycle
+//! time, because the batch before the previous one carries the agreement.
 
 use std::collections::VecDeque;
 

@@ -17,8 +17,8 @@ static START: Lazy<Instant> = Lazy::new(Instant::now);
 
 /// State of the clock.
 struct Readings {
-    /// The last reading by any thread, in nanoseconds since START. It never decreases. It moves over a gap only under
-    /// `gap`, after the gap was added to `lost`. Every thread that reads the clock writes it (release) and reads it
+    /// The last reading by any thread, in nanoseconds since START. It never decreases. It passes a gap only while `gap`
+    /// is locked, after the gap was added to `lost`. Every thread that reads the clock writes it (release) and reads it
     /// (acquire), so if a thread finds a reading from after a gap, it finds that gap in `lost`.
     last: AtomicU64,
     /// Sum of the gaps. Written under `gap`, read by every thread. Relaxed: ordered by `last`.

@@ -7,8 +7,8 @@
 //! switch to another rank that is a coroutine, or panic. While it runs, the product holds whatever locks it holds at
 //! that place.
 //!
-//! `tests/it/os_fault_points.rs` runs every place that is always reached in real processes, and fails if one is not. A
-//! new place needs a row below and its call.
+//! `tests/it/os_fault_points.rs` lets real processes run through every place that is always reached, and fails if one
+//! is not reached. A new place needs a row below and its call.
 
 use crate::types::enumeration;
 

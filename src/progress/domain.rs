@@ -77,7 +77,7 @@ impl SpinPolicy {
 }
 
 impl SpinPolicy {
-    /// The budgets of a wait for another host, which a thread of this process may also end.
+    /// The budgets of a wait for another host. Another thread of this process may end such a wait, too.
     pub fn yielding() -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for: Duration::from_micros(200), own_cores: false }
     }

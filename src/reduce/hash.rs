@@ -38,7 +38,7 @@ const KEYS: [u64; LANES] = [
     0x1f83_d9ab_fb41_bd6b,
     0x5be0_cd19_137e_2179,
 ];
-/// The factors of the lanes with which the plain sums are combined. They must be odd; see
+/// The factors with which `value` combines the sums, one for each lane. They must be odd; see
 /// `a_flipped_bit_always_changes_the_upper_half`.
 const FACTORS: [u64; LANES] = [
     0x9e37_79b9_7f4a_7c15,

@@ -40,8 +40,8 @@ pub fn decode(level: Level, encoded: &[u8], block: usize, values: &mut [f32]) ->
     Ok(())
 }
 
-/// Adds the addends, which are stored one after the other, in order, and encodes the sums. Each scale is first divided
-/// by `divisor`, so that an average does not overflow.
+/// Adds the addends in order and encodes the sums. The addends are stored one after the other. Each scale is first
+/// divided by `divisor`, so that an average does not overflow.
 pub fn sum(level: Level, addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) -> Result<()> {
     whole_blocks(block, summed.len())?;
     if addends.is_empty() != summed.is_empty() || !summed.is_empty() && !addends.len().is_multiple_of(summed.len()) {
@@ -76,8 +76,8 @@ pub fn largest(values: &[f32], places: &mut [i32]) -> Result<()> {
 }
 
 /// The magnitude of the `wanted`th largest element, and how many of the `wanted` largest elements have exactly that
-/// magnitude. Determines one digit after another by counting, the highest first, so memory is read three times whatever
-/// the values.
+/// magnitude. Finds one digit after another by counting, the highest first, so memory is read three times, whatever the
+/// values are.
 fn bound(values: &[f32], wanted: usize) -> (u32, usize) {
     const BITS: u32 = 11;
     let mut known = 0;

@@ -2,8 +2,8 @@
 //! connections of a delegate. Pure.
 //!
 //! Each rank lists in its record the addresses at which it could listen, best first. Both ends of a connection must
-//! have the same address family, so rank 0 chooses one way for all ranks. A loopback address reaches only its own host,
-//! so it is used only if all ranks are in one network namespace.
+//! have the same address family, so rank 0 chooses one family (`Way`) for all ranks. A loopback address reaches only
+//! its own host, so it is used only if all ranks are in one network namespace.
 
 /// An address family, and whether the addresses are on the loopback interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ impl Addresses {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Network {
     pub way: Way,
-    /// The number of addresses that every rank has for this way. There is one set of connections for each.
+    /// Every rank has at least this many addresses for `way`. There is one set of connections for each.
     pub places: usize,
 }
 

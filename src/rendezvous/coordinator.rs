@@ -31,8 +31,8 @@ pub(super) enum Step {
 pub(super) struct Coordinator<'t, 'a> {
     pub(super) session: &'t mut Session<'a>,
     pub(super) records: Vec<Option<Record>>,
-    /// The missing ranks that were last published to all ranks whose nonces are known now. None if they were not
-    /// published to all of these ranks.
+    /// The missing ranks that were last published under `WAITS`. None if nothing was published since a rank's nonce
+    /// last changed.
     told_waits: Option<Vec<usize>>,
     /// When the current interval between checks of the store began (`LOOK`).
     pub(super) looked: Instant,
@@ -260,7 +260,7 @@ impl Coordinator<'_, '_> {
     }
 
     /// Publishes that shared memory is impossible, and waits until every rank has confirmed this under its present
-    /// nonce, because the record that is the reason may come from an earlier incarnation. Returns false if a rank has a
+    /// nonce, because the record that rules it out may come from an earlier incarnation. Returns false if a rank has a
     /// new nonce.
     fn all_confirm(&mut self, id: Nonce, reason: &str) -> Result<bool> {
         self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
@@ -291,7 +291,7 @@ impl Coordinator<'_, '_> {
 
     /// The final decision for ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
     fn decide_without_memory(&self, id: Nonce, reason: Reason, hosts: Option<Vec<usize>>) -> Result<Outcome> {
-        one_delegate(&self.records)?; // it also decides which engine serves a group over several hosts
+        one_delegate(&self.records)?; // the option also decides which engine serves a group over several hosts
         // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
         if let Reason::OpenFiles(reason) = &reason {
             return Err(Error::system(format!(
@@ -316,9 +316,9 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// The way by which the ranks reach each other if gloo or our own link connects them. None if another backend does,
-    /// or if a rank lists no addresses. If the ranks have no common way, this fails with one text for all of them:
-    /// later each rank would fail alone, or wait for the others until its timeout.
+    /// How the ranks reach each other if gloo or our own link connects them. None if another backend connects them, or
+    /// if a rank lists no addresses. If the ranks have no common `Way`, this fails with one text for all of them.
+    /// Otherwise each rank would later fail alone, or wait for the others until its timeout.
     fn network(&self, reason: &str) -> Result<Option<Network>> {
         let config = self.session.config;
         let bodies: Option<Vec<&Body>> =
@@ -379,7 +379,7 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
     Ok(bodies)
 }
 
-/// Fails if the ranks name different delegates, because in these they would wait for each other forever.
+/// Fails if the ranks name different delegates, because such ranks would wait for each other forever.
 fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
     let own = named(&records[0]);

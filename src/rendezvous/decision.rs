@@ -250,9 +250,9 @@ impl Hosts {
                     delegate_reason: None,
                     ..config.clone()
                 };
-                // The rules of the whole group apply, which were already compared, and not those of this host's ranks.
-                // The decision table is this host's own. The topology is left out, because it does not describe the
-                // inside of a host; `verify` is left out, because the whole group compares results.
+                // The rules of the whole group, which were already compared, replace those of this host's ranks. The
+                // decision table is this host's own. The topology is left out, because it does not describe the inside
+                // of a host; `verify` is left out, because the whole group compares results.
                 let (size, leads) = (inner.size, inner.rank == 0);
                 let tabled = select::policy::decide(("", "", policy.measure_link), size, SLOT_BYTES, leads)?;
                 let own = Policy { rules: policy.rules.clone(), ..tabled };

@@ -14,7 +14,7 @@ use crate::fields::{MAX_LIST, Reader, Writer};
 use crate::os::topology;
 use crate::select;
 
-/// Must change whenever these messages, their order, or other bytes that ranks tell each other change.
+/// Must change with every change of these messages, of their order, or of other bytes that ranks exchange.
 pub const PROTOCOL: u32 = 14;
 
 /// Random and new for every attempt. Distinguishes the keys of live processes from those of earlier attempts.

@@ -69,7 +69,8 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
 }
 
 /// The latest decision that names this rank: the last one in the mailbox or, if the mailbox has none, the one in the
-/// store. If the store still has an older decision, this rank answers that one, and later answers the newer one again.
+/// store. If this rank finds an older decision in the store, it answers that decision, and later the newer one once
+/// more.
 fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
     // Rank 0 sends fewer mails than this. If a stranger floods the mailbox, this rank only sleeps less.
     const MOST: usize = 16;

@@ -82,8 +82,8 @@ impl KnownPeers {
         Ok(known_peers)
     }
 
-    /// The known peers that this process can name in its record, the oldest first. If ranks are threads of one process,
-    /// the process does not distinguish them, so entries that several of them share are left out.
+    /// The known peers that this process can name in its record, the oldest first. If several entries have the same id,
+    /// their ranks are threads of this process, which cannot tell them apart. Such entries are left out.
     pub fn known() -> Vec<Arc<KnownPeers>> {
         let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         let held: Vec<Arc<KnownPeers>> = known.iter().filter_map(Weak::upgrade).collect();
@@ -183,8 +183,8 @@ impl GroupPeers {
     }
 }
 
-/// Keeps known peers alive, and the callback for their ends. A thread that drops this must not hold a lock that the
-/// callback acquires.
+/// Keeps alive known peers and the callback that reports their ends. A thread that drops this must not hold a lock that
+/// the callback acquires.
 pub struct Following {
     known_peers: Arc<KnownPeers>,
     number: u64,

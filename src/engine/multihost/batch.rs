@@ -129,7 +129,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Broadcasts the smallest `issued` that local rank `leader` has received to every rank of this host. Called after
+    /// Broadcasts to every rank of this host the smallest `issued` that local rank `leader` has received. Called after
     /// the batch's data was moved.
     pub fn share_issued(&mut self, leader: usize) -> Result<()> {
         if self.inside.is_none() {
@@ -200,8 +200,8 @@ impl BatchRun<'_> {
                 }
                 Ok(())
             };
-            // SAFETY: the memory belongs to the batch, which outlives the call, and no other thread uses it. Memory of
-            // sends that stay is neither received into nor combined into in this step.
+            // SAFETY: the memory belongs to the batch, which outlives the call, and no other thread uses it. In this
+            // step nothing is received or combined into the memory of sends that stay.
             let issued =
                 unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, segment, take) }?;
             self.header.issued = self.header.issued.min(issued);

@@ -91,11 +91,11 @@ impl BatchRun<'_> {
         Ok(compares)
     }
 
-    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. If each
-    /// rank is alone on its host, and the operation is in place, contiguous and without a factor, the working memory is
-    /// the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged, because nothing
-    /// is combined before the headers were compared: those of all ranks before any data is moved (`compared`), or, if
-    /// there are two ranks, the other rank's header when its first data arrives.
+    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. If this
+    /// rank is alone on its host, and the operation is in place, contiguous and without a factor, the working memory
+    /// may be the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged, because
+    /// nothing is combined before the headers were compared. If `compared`, this was done before any data is moved.
+    /// Otherwise there are only two hosts, and the other host's header is checked when its first data arrives.
     #[allow(unsafe_code)] // memory of an operation
     fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize, compared: bool) -> Room {
         let outputs = cut(&vector.outputs, range);

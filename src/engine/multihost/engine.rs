@@ -34,13 +34,12 @@ use crate::select::{Choice, GroupShape, OpDesc, Policy};
 /// The largest numbers of bytes and operations in one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
 /// If the link's latency is at most this, the memory of a receive of more than `LONGEST_EARLY` bytes is not passed to
-/// the link before its message is announced (`ready`). The exchange that this would save is short compared with the
-/// message, and messages of 1 MiB took 300 us with it instead of 230 (2-core EPYC, network namespaces without a limit,
-/// 2026-11-25).
+/// the link before its message is announced (`ready`). To pass it earlier saves one exchange, which is short compared
+/// with the message, but messages of 1 MiB then took 300 us instead of 230 (2-core EPYC, network namespaces without a
+/// limit, 2026-11-25).
 const FAST_LINK_NS: u64 = 60_000;
 const LONGEST_EARLY: usize = 512 << 10;
-/// An open link, which was measured together with the other hosts, and the groups inside this host. `MultiHost` is made
-/// from this.
+/// An open link that the hosts have measured together, and the groups inside this host. `MultiHost` is made from it.
 pub struct Opened {
     lanes: Lanes,
     transports: Vec<Transport>,
@@ -78,8 +77,8 @@ impl Opened {
         let ledger = policy.verify.is_on().then(|| Mutex::new(Ledger::new(policy.verify, Arc::clone(&names))));
         transports.iter_mut().for_each(|transport| transport.heard = ledger.as_ref().map(|_| Vec::new()));
         let state = State::new(limits, chain, Messages::new(host_map.ranks(), names, longest_early));
-        // A fault is sent to these ranks even if the lanes never exchange messages with them: the ones that have this
-        // rank's local rank on the other hosts.
+        // The ranks of other hosts that have this rank's local rank. A fault is sent to them even if the lanes never
+        // exchange messages with them.
         let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
         let contacted = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
         let lanes = Lanes {

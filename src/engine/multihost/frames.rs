@@ -16,7 +16,7 @@ pub const FRAME: usize = 16 << 10;
 pub const HEADER: usize = 8 + FrameHeader::BYTES;
 /// The largest amount of data that fits into a frame.
 pub const INLINE: usize = FRAME - HEADER;
-/// A line of the text if two ranks that run the same operation do not run the same batch.
+/// A line of the error text for two ranks that run the same operation, but not the same batch.
 pub const DIFFERED_BEFORE: &str = "what was agreed before it differs";
 
 /// The header of every frame.
@@ -29,8 +29,8 @@ pub struct FrameHeader {
     pub chain: u64,
     /// Number of the batch's first operation.
     pub number: u64,
-    /// Highest operation number that is issued and may be fused (`State::promised`): the minimum over all ranks whose
-    /// number the sender has received in this batch, including its own.
+    /// Highest operation number that is issued and may be fused (`State::promised`): the minimum of the sender's own
+    /// number and those that it has received in this batch.
     pub issued: u64,
     /// The sender's factor of PREMUL_SUM. In other operations a word of `results` (0 if there is none), or the bits of
     /// 1.0 if results are not compared.
@@ -111,8 +111,8 @@ impl FrameHeader {
         differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), (None, MOVED)))
     }
 
-    /// The error if `peer` does not run the same batch as this rank, whose header this is. `came`: a line of the text
-    /// if they agree about the first operation only.
+    /// The error if `peer` does not run the batch of `self`, this rank's header. If the ranks agree about the first
+    /// operation only, the text has the line `came`.
     pub fn disagreement(&self, me: usize, peer: usize, theirs: &FrameHeader, came: &str) -> Option<Error> {
         if theirs.signature != self.signature || theirs.number != self.number {
             return Some(different(self.called_by(me), theirs.called_by(peer), MOVED));

@@ -132,7 +132,8 @@ impl Lanes {
             {
                 return self.begin(lane, state, batch);
             }
-            // Sends of a root that has returned may still be in progress, and this thread no longer advances them.
+            // Sends of an ended batch may still be in progress, for example a root's. This thread no longer advances
+            // them.
             self.link.hand_over();
             state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
         }

@@ -19,8 +19,8 @@ pub const WINDOW: u64 = 256 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Letter<'a> {
-    /// A complete message of the program. `taken`, here and below, counts bytes of messages longer than `EAGER`: those
-    /// that the sender of this letter has received in letters and that its receives have taken.
+    /// A complete message of the program. `taken`, here and below, belongs to the opposite direction: it is the number
+    /// of bytes that receives have taken from letters there. Only messages longer than `EAGER` count.
     Eager { tag: u32, taken: u64, data: &'a [u8] },
     /// Announces a larger message. Its body stays at the sender until the receiver grants `number`.
     Large { tag: u32, taken: u64, bytes: u64, number: u64 },

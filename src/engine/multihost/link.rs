@@ -1,9 +1,9 @@
 //! Defines what carries bytes between hosts: messages to other ranks under tags, and mail.
 //!
-//! A lane sends and receives with [`Link`], and waits for each message. Sends and receives of the program use [`Mail`].
-//! It carries short messages, the mail proper, which the receiver's [`Mailbox`] accepts when they arrive; and bodies,
-//! which are copied from one tensor's memory to another's without a thread that waits. One link uses TCP connections
-//! (`wire`); in the other the ranks are threads of one process (`engine/local.rs`).
+//! A lane sends and receives with [`Link`], and waits for each message. Sends and receives of the program use [`Mail`],
+//! which carries mail and bodies. Mail is short, and the receiver's [`Mailbox`] accepts it on arrival. A body is copied
+//! from one tensor's memory to another's, and no thread waits for it. One link uses TCP connections or UCX (`wire`); in
+//! the other the ranks are threads of one process (`engine/local.rs`).
 
 #![allow(unsafe_code)] // the caller vouches for the memory
 
@@ -26,8 +26,8 @@ pub trait Link: Mail {
     /// # Safety
     /// The memory must be valid, and unused by others, until the transfer was waited for or dropped.
     unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>>;
-    /// Like `send`, from the memory of `pieces`, in order. It is possible that the send does not end before the peer
-    /// receives. The buffer that `wait` returns is empty.
+    /// Like `send`, from the memory of `pieces`, in order. The send may end only when the peer receives the message.
+    /// The buffer that `wait` returns is empty.
     ///
     /// # Safety
     /// The memory must be valid and not written until the transfer was waited for or dropped.
@@ -43,8 +43,8 @@ pub trait Link: Mail {
     /// Called when a thread that started transfers stops waiting, perhaps before all of them have ended: another thread
     /// must advance the rest. Never blocks.
     fn hand_over(&self) {}
-    /// Waits until the systems of all peers have this rank's mail, which arrives then even if this process ends. Returns
-    /// false at `until`.
+    /// Waits until the systems of all peers have this rank's mail, so that it arrives even if this process ends.
+    /// Returns false at `until`.
     fn await_delivery(&self, _until: Instant) -> bool {
         true
     }
@@ -100,7 +100,7 @@ impl Transfer for Ended {
 /// Longest mail in bytes.
 pub const LONGEST_MAIL: usize = 144 << 10;
 
-/// The number of a body (`Mail::send_body`) is smaller. The link itself uses the others.
+/// Callers number bodies (`Mail::send_body`) below this. The link itself uses the numbers from this one on.
 pub const MOST_BODIES: u64 = 1 << 63;
 
 /// Called once by any thread when a body has ended. The thread holds no lock of the link. An error is the link's text.
@@ -116,8 +116,9 @@ pub trait Mail: Send + Sync {
 
     /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
     /// A rank uses each number, below `MOST_BODIES`, once per peer. No byte is sent before the peer has posted its
-    /// receive. If the peer has already posted it, the body keeps its place among this rank's mail: on the peer, `done`
-    /// is called after the mail that was sent before the body, and before the mail that was sent after it. Never blocks.
+    /// receive. If the peer has already posted the receive, the body keeps its place among this rank's mail: on the
+    /// peer, `done` is called after the mail that was sent before the body, and before the mail that was sent after it.
+    /// Never blocks.
     ///
     /// # Safety
     /// The memory must be valid and not written until `done` was called.

@@ -65,7 +65,7 @@ struct Window {
     sent: u64,
     /// How many of the `sent` bytes the peer's receives had taken when the peer wrote its last letter.
     taken_by_peer: u64,
-    /// How many bytes of the peer's letters receives of this rank have taken.
+    /// How many bytes of the peer's letters this rank's receives have taken.
     taken: u64,
 }
 

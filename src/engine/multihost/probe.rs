@@ -1,6 +1,6 @@
 //! Measures latency and bandwidth between hosts when the group is created; all ranks agree on the result. If rank 0's
-//! policy turns measuring off, each host only exchanges one message with each neighbour, which compares the options of
-//! the group.
+//! policy turns measuring off, each host only exchanges one message with each neighbour, to compare the options of the
+//! group.
 //!
 //! The first ranks of the hosts exchange messages in rounds. Each rank sends its next message after it has received all
 //! messages of the round, so no rank can be more than one round ahead, and n rounds take n latencies. A single round

@@ -122,7 +122,7 @@ impl State {
     }
 
     /// Removes the predecessors for which no operation needs to wait. A send that was not granted continues from a copy
-    /// of its data, because its peer may receive it only after the operation that waits here. A granted send ends
+    /// of its data, because its peer may post the receive only after the operation that waits here. A granted send ends
     /// without help, so it stays a predecessor.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {

@@ -5,7 +5,8 @@
 //! (announcement, grant, body). Messages that were sent before the letter arrived may cross it. Both sides know the
 //! order of the messages of a tag, so the letter says how many messages of this rank the receiver had seen (`seen`) and
 //! how many earlier receives from this rank with this tag still waited (`ahead`). The messages that were in flight take
-//! these receives in order. If one of them takes the receive of the letter, the letter grants that message.
+//! these receives in order. If one of these messages takes the receive that the letter announces, the letter grants
+//! that message.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -58,8 +59,8 @@ impl Receives {
             self.forgotten = self.last.pop_front().map_or(0, |(number, _)| number);
         }
         self.last.push_back((self.sent, tag));
-        // If the message has a different size than the receive, that is an error. Announcing the message reports it on
-        // both sides.
+        // If the message has a different size than the receive, that is an error. It is reported on both sides, because
+        // the message is then announced.
         let body = self.letter_for(tag).filter(|(room, _)| *room == bytes).map(|(_, body)| body);
         (self.sent, body)
     }

@@ -1,10 +1,10 @@
 //! Sends messages between hosts: frames over any [`Link`], and the messages of one step of a schedule. Each lane has:
 //!
 //! - *Frames* (`frames`). A frame is a short message: a header and the data, if it fits. Receives for the next frames
-//!   of a peer are always posted ahead, so a frame takes one latency. If a sender had to wait for a ready message, like
-//!   gloo's, a receive that is posted late would cost a further round trip.
-//! - Data messages, for data that does not fit into a frame. Their tag contains a hash of the batch: the tags of two
-//!   ranks that disagree about an operation must not match; the ranks then find the mismatch by their frame headers.
+//!   of a peer are always posted ahead, so a frame takes one latency. gloo's senders wait for a ready message, so there
+//!   a receive that is posted late costs a further round trip.
+//! - Data messages, for data that does not fit into a frame. Their tag contains a hash of the batch, so that the tags
+//!   of two ranks that disagree about an operation do not match. Such ranks find the mismatch by their frame headers.
 //!   The data is sent directly from its memory and received directly into its memory (`Outgoing`, `Incoming`). If the
 //!   receiver combines the data, it arrives in segments, so that one segment is combined in the cache while the next is
 //!   in flight.
@@ -61,8 +61,8 @@ pub struct Transport {
 
 /// The value of `waiting_for` while the lane waits for no rank.
 pub const NOBODY: usize = usize::MAX;
-/// How long after its operation's deadline a wait of a lane ends by itself. The check of that deadline ends the wait
-/// earlier, with a text that says what the other ranks do, unless the machine is so busy that the check is late.
+/// A lane's wait ends by itself this long after its operation's deadline. Usually the check of deadlines has ended the
+/// wait before that, with a text that says what the other ranks do. On a very busy machine the check may be late.
 pub const AFTER_DEADLINE: Duration = Duration::from_secs(2);
 
 impl Transport {
@@ -133,7 +133,7 @@ impl Transport {
         result.map_err(|broken| self.lost(peer, &broken))
     }
 
-    /// The error for a peer from which the link receives nothing. It includes the link's text.
+    /// The error for a transfer to or from `peer` that failed. It includes the link's text.
     fn lost(&self, peer: usize, Broken { is_late, words }: &Broken) -> Error {
         if *is_late {
             let first = words.lines().next().unwrap_or_default();

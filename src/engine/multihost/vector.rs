@@ -18,8 +18,8 @@ pub struct Run {
     pub dtype: Dtype,
     /// Reduces the elements of all ranks in one call, with the caller's reduce op.
     whole: Kernel,
-    /// Combines partial results, each from some of the ranks, with the caller's reduce op or, for AVG and PREMUL_SUM,
-    /// with SUM: `last` divides for AVG, and the partial results of PREMUL_SUM already contain the factors.
+    /// Combines partial results, each from some of the ranks, with the caller's reduce op. AVG and PREMUL_SUM use SUM:
+    /// for AVG `last` divides, and partial results of PREMUL_SUM already contain the factors.
     part: Kernel,
     /// For AVG: divides by the number of ranks.
     last: Option<Kernel>,

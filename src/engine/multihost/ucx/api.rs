@@ -25,10 +25,10 @@ pub type Status = i8;
 pub const OK: Status = 0;
 pub const IN_PROGRESS: Status = 1;
 pub const BUSY: Status = -15;
-/// The lowest status. Addresses from here on are a status and no pointer.
+/// The lowest status. A `Started` from this value to 0 is a status, not a pointer.
 const LAST: isize = -100;
 
-/// A request, null, or a status: what a call returns that may take longer.
+/// What a call returns if it may take longer: a request, null, or a status.
 pub type Started = *mut c_void;
 
 /// The status in a `Started`, or None if it is a request.
@@ -43,7 +43,7 @@ pub type Worker = *mut c_void;
 pub type Endpoint = *mut c_void;
 
 pub const API_MAJOR: c_uint = 1;
-/// Version of the interface with everything that is declared here.
+/// Minor version of the interface that has everything declared here.
 pub const API_MINOR: c_uint = 13;
 
 pub const PARAM_FEATURES: u64 = 1;
@@ -104,7 +104,7 @@ pub struct Arrived {
 }
 /// The data may be kept after the handler has returned.
 pub const MAY_KEEP: u64 = 1 << 16;
-/// The data is still at the sender; what is given describes it.
+/// The data is still at the sender, and the handler gets a descriptor of it.
 pub const RENDEZVOUS: u64 = 1 << 17;
 
 pub type OnMessage = unsafe extern "C" fn(
@@ -135,7 +135,7 @@ pub const OP_MEMORY_TYPE: u32 = 1 << 6;
 pub const CLOSE_FORCE: u32 = 1;
 /// The data is sent with the header and not when the receiver asks for it.
 pub const SEND_EAGER: u32 = 1 << 1;
-/// Bytes in one place.
+/// One contiguous buffer.
 pub const CONTIGUOUS: u64 = 1 << 3;
 /// A list of `Piece`s.
 pub const PIECES: u64 = 2;
@@ -184,7 +184,7 @@ pub type OnLog = unsafe extern "C" fn(
     format: *const c_char,
     arguments: *mut c_void,
 ) -> c_int;
-/// What `OnLog` returns: nobody else gets the message.
+/// `OnLog` returns this so that no other handler gets the message.
 pub const LOG_STOP: c_int = 0;
 /// Levels of messages: higher numbers are less urgent.
 pub const LOG_ERROR: c_int = 1;
@@ -192,7 +192,7 @@ pub const LOG_WARN: c_int = 2;
 
 macro_rules! functions {
     ($($field:ident = $name:literal ($($argument:ty),* $(,)?) -> $result:ty;)*) => {
-        /// The functions of the library, all of which it has.
+        /// The functions of the library. `load` fails if the library lacks one.
         pub struct Api {
             library: Library,
             $(pub $field: unsafe extern "C" fn($($argument),*) -> $result,)*

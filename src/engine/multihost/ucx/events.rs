@@ -1,4 +1,4 @@
-//! What the library tells by its callbacks, and what it is given for them.
+//! The events that UCX reports by callbacks, and the data that it passes to these callbacks.
 //!
 //! The library calls back only within our calls, which the worker makes under one lock. A callback only notes what has
 //! happened.
@@ -13,17 +13,17 @@ use crate::types::Span;
 /// Size of the header of each message in bytes.
 pub const HEAD: usize = 48;
 
-/// What has happened. `who`: as given to `Worker::connect` or `Worker::receive`.
+/// An event. `who` is the number that the caller passed to `Worker::connect` or `Worker::receive`.
 pub enum Event {
     /// A message arrived.
     Message { head: [u8; HEAD], data: Data },
-    /// What was started has ended; the library no longer uses its memory.
+    /// The operation `what` has ended; the library no longer uses its memory.
     Ended { who: u64, what: What, outcome: Result<(), String> },
     /// The endpoint has failed. It must still be closed.
     Failed { who: u64, why: String },
 }
 
-/// What was started; sends and receives have numbers of their owner.
+/// An operation of the library. The caller numbers its sends and receives.
 #[derive(Clone, Copy, Debug)]
 pub enum What {
     Send(u64),
@@ -87,7 +87,7 @@ pub struct Notes {
 }
 
 impl Notes {
-    /// For a worker, which lives as long as the process.
+    /// Makes the notes of a worker. They are never freed, because a worker lives as long as the process.
     pub fn forever(api: &Arc<Api>) -> *mut Notes {
         Box::into_raw(Box::new(Notes { events: Vec::new(), api: Arc::clone(api) }))
     }
@@ -106,12 +106,12 @@ pub struct Flight {
     what: What,
     pub head: [u8; HEAD],
     pieces: Vec<api::Piece>,
-    /// Freed when an endpoint is closed.
+    /// If this request closes an endpoint: the endpoint's aim, which is freed afterwards. Otherwise null.
     aim: *mut Aim,
 }
 
 impl Flight {
-    /// A request of `who` without memory. `aim`: that of the endpoint which the request closes, or null.
+    /// A request of `who` without memory. If the request closes an endpoint, `aim` is that endpoint's, otherwise null.
     pub fn new(notes: *mut Notes, who: u64, what: What, aim: *mut Aim) -> Box<Flight> {
         Box::new(Flight { notes, who, what, head: [0; HEAD], pieces: Vec::new(), aim })
     }

@@ -1,9 +1,9 @@
 //! Keeps UCX from changing the program in which it runs.
 //!
-//! When it is loaded, UCX installs handlers for signals such as SIGSEGV and SIGHUP, which belong to the program: they
-//! are put back. It starts a thread, which gets no signals. It prints its messages to the standard output: they go to
-//! our log. It replaces system calls such as `mmap` and `mremap`, and its `mremap` behaves differently, so a variable
-//! (`UCX_MEM_EVENTS`) forbids that. A forked child has not got UCX's thread, so it is refused.
+//! When it is loaded, UCX installs handlers for signals such as SIGSEGV and SIGHUP; we restore the program's handlers.
+//! It starts a thread; we block all signals there. It prints messages to the standard output; we redirect them to our
+//! log. It replaces system calls such as `mmap` and `mremap`, and its `mremap` behaves differently; we forbid that by a
+//! variable (`UCX_MEM_EVENTS`). A forked child does not have UCX's thread, so it cannot use UCX.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem;
@@ -26,7 +26,7 @@ pub struct Wanted {
     pub settings: Vec<(String, String)>,
 }
 
-/// The library, once it was opened, and the `watch::generation` of the process that did it.
+/// The opened library, and the `watch::generation` of the process that opened it.
 static OPENED: Mutex<Option<(u32, Arc<Api>)>> = Mutex::new(None);
 
 /// Opens the library, if this process has not done so, and makes a worker.
@@ -110,7 +110,7 @@ fn handler(signal: c_int) -> Option<libc::sigaction> {
 /// Messages of the library that are not logged yet. They are kept because the library may hold locks when it writes
 /// one, and so may our caller.
 static MESSAGES: Mutex<Vec<(c_int, String)>> = Mutex::new(Vec::new());
-/// Whether `MESSAGES` has any. Written under its lock; read without (relaxed: a hint).
+/// Whether `MESSAGES` has any. Written under the lock of `MESSAGES`, but read without it (relaxed: a hint).
 static HAS_MESSAGES: AtomicBool = AtomicBool::new(false);
 const MOST_MESSAGES: usize = 100;
 
@@ -141,8 +141,8 @@ unsafe extern "C" fn on_log(
     LOG_STOP
 }
 
-/// Logs what the library has said. Called without locks. A failure that concerns a group is reported by the group, so
-/// these lines are only for a diagnosis.
+/// Logs the library's messages. Must be called without locks. A failure that concerns a group is reported by the group,
+/// so these lines are only for a diagnosis.
 pub fn log_messages() {
     if !HAS_MESSAGES.load(Ordering::Relaxed) {
         return;

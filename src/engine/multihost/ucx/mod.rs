@@ -4,7 +4,7 @@
 //! | file | |
 //! | --- | --- |
 //! | `api` | the functions of the library, and their types |
-//! | `events` | what the library tells by its callbacks |
+//! | `events` | what the library reports by callbacks |
 //! | `worker` | one worker: endpoints and messages |
 //! | `guest` | keeps the library from changing the program in which it runs: signals, messages |
 //!

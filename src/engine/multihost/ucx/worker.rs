@@ -1,8 +1,8 @@
 //! One worker of UCX, which all groups of a process use: its endpoints lead to the workers of other processes.
 //!
-//! Every call of the library is made under one lock (`calls`), because the worker is serialized, so any build of the
-//! library will do. `progress` returns what the library's callbacks have noted meanwhile, and its caller acts on that
-//! without the lock.
+//! Every call of the library is made under one lock (`calls`), because the worker is created in serialized mode, which
+//! every build of the library supports. `progress` returns the events that the library's callbacks have noted, and its
+//! caller handles them without the lock.
 
 use std::ffi::{CString, c_int, c_uint};
 use std::ptr;
@@ -13,12 +13,12 @@ use super::events::{Aim, Event, Flight, HEAD, Held, Notes, What, on_error, on_me
 use crate::error::{Error, Result};
 use crate::types::Span;
 
-/// The number of our active messages.
+/// The id of our active messages.
 const MESSAGE: c_uint = 1;
-/// One call of `progress` asks the library this often for more.
+/// `Worker::progress` calls the library's `progress` at most this many times.
 const ROUNDS: usize = 16;
 
-/// A way to another process. It must be given to `Worker::close`.
+/// An endpoint to another process's worker. It must be passed to `Worker::close`.
 pub struct Endpoint {
     raw: api::Endpoint,
     who: u64,
@@ -38,12 +38,12 @@ struct Calls {
 // SAFETY: a lock protects this object, so only one thread at a time uses the pointers.
 unsafe impl Send for Calls {}
 
-/// A worker is never destroyed, because it may be using memory, and because a process that ends need not: it has one,
-/// as long as it lives. Only tests drop workers.
+/// UCX's worker is never destroyed: it may still be using memory, and a process keeps its only worker until it ends.
+/// Only tests drop a `Worker`.
 pub struct Worker {
     api: Arc<Api>,
     calls: Mutex<Calls>,
-    /// Becomes readable when something has happened since `is_armed`.
+    /// Becomes readable at the first event after `is_armed` returned true.
     pub fd: c_int,
     /// What other processes need to make an endpoint to this worker.
     pub address: Vec<u8>,
@@ -113,7 +113,7 @@ impl Worker {
 
     // -------------------------------------------------------------------------------------------------------- driving
 
-    /// Advances what can advance, and appends what has happened. Returns true if something advanced.
+    /// Advances what can advance, and appends the new events. Returns true if something advanced.
     pub fn progress(&self, events: &mut Vec<Event>) -> bool {
         let calls = self.lock();
         let mut moved = false;
@@ -141,7 +141,7 @@ impl Worker {
 
     // ------------------------------------------------------------------------------------------------------ endpoints
 
-    /// Makes a way to the worker with this address. Events of the way name `who`.
+    /// Makes an endpoint to the worker with this address. The endpoint's events carry `who`.
     pub fn connect(&self, address: &[u8], who: u64) -> std::result::Result<Endpoint, String> {
         let calls = self.lock();
         let aim = Box::into_raw(Box::new(Aim { notes: calls.notes, who }));
@@ -179,11 +179,11 @@ impl Worker {
 
     // ------------------------------------------------------------------------------------------------------- messages
 
-    /// Sends a message. `is_eager`: at once and not when it is received. Returns true if the memory is free again;
-    /// otherwise `What::Send` of this number ends then.
+    /// Sends a message. If `is_eager`, the data is sent at once, and not when the receiver asks for it. Returns true if
+    /// the memory is already free again; otherwise a `What::Send` event with this number will report that.
     ///
     /// # Safety
-    /// The memory of `pieces` must be valid, and not written, until then.
+    /// The memory of `pieces` must be valid, and not written, until it is free again.
     pub unsafe fn send(
         &self,
         to: &Endpoint,
@@ -208,11 +208,12 @@ impl Worker {
         self.begun(started, flight)
     }
 
-    /// Receives what the sender keeps. Returns true if that has ended; otherwise `What::Receive` of this number of `who`
-    /// ends then.
+    /// Receives data that is still at the sender. Returns true if the receive has already ended; otherwise a
+    /// `What::Receive` event with `who` and this number will report its end.
     ///
     /// # Safety
-    /// The memory of `pieces`, of the size of the data, must be valid and unused by others until then.
+    /// The memory of `pieces` must have the size of the data, and be valid and unused by others until the receive has
+    /// ended.
     pub unsafe fn receive(
         &self,
         from: Held,
@@ -235,15 +236,15 @@ impl Worker {
         self.begun(started, flight)
     }
 
-    /// Gives data back that is not needed any more. If it is still at the sender, the sender's request ends.
+    /// Gives the library back data that is no longer needed. If it is still at the sender, the sender's request ends.
     pub fn release(&self, held: Held) {
         let calls = self.lock();
         // SAFETY: the data is held and used once.
         unsafe { (self.api.release)(calls.worker, held.address) };
     }
 
-    /// Asks when the system, or the device, has everything that was sent to an endpoint. Returns true if it has now;
-    /// otherwise `What::Flush` ends then.
+    /// Starts a flush: it ends when the system, or the device, has everything that was sent to an endpoint. Returns
+    /// true if it has already ended; otherwise a `What::Flush` event will report its end.
     pub fn flush(&self, to: &Endpoint) -> std::result::Result<bool, String> {
         let calls = self.lock();
         let flight = Flight::new(calls.notes, to.who, What::Flush, ptr::null_mut());
@@ -253,7 +254,7 @@ impl Worker {
         self.begun(started, flight)
     }
 
-    /// Gives the flight to the library if the request is not over. Returns whether it is.
+    /// Gives the flight to the library if the request is still in progress. Returns true if the request has ended.
     fn begun(&self, started: api::Started, flight: Box<Flight>) -> std::result::Result<bool, String> {
         match api::status_of(started) {
             None => {

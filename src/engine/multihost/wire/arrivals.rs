@@ -1,8 +1,8 @@
 //! The receiving side of a connection that UCX carries: hands over the peer's frames in the order in which they were sent.
 //!
 //! UCX keeps no order between short and long messages, so frames are numbered, and one that arrives early waits for its
-//! turn. The data of a body goes from memory to memory. While a body arrives, later mail and the peer's leaving wait,
-//! because they must be handed over after it (`Mail::send_body`); everything else is handled at once.
+//! turn. The data of a body goes from memory to memory. While a body arrives, later mail and `Cut` frames wait, because
+//! they must be handed over after the body (`Mail::send_body`); everything else is handled at once.
 
 #![allow(unsafe_code)] // the callers of transfers vouch for the memory
 
@@ -39,7 +39,7 @@ struct Body {
     doomed: Option<String>,
 }
 
-/// Who handles the frames, and what has to be done for it after all locks are released.
+/// Handles the frames, and collects the events that must run after all locks are released.
 pub struct Handler<'a, R> {
     pub routes: &'a R,
     pub from: Origin,
@@ -58,7 +58,7 @@ pub struct Arrivals {
     numbers: u64,
     /// When something last arrived.
     moved: Instant,
-    /// Whether the peer has sent what ends the connection. Nothing more is handled.
+    /// Whether the peer has sent something that ends the connection. Then nothing more is handled.
     refused: bool,
 }
 
@@ -91,12 +91,12 @@ impl Arrivals {
         self.next == count && self.steps.is_empty()
     }
 
-    /// Whether UCX uses no memory of a receive.
+    /// Whether UCX no longer uses the memory of any receive.
     pub fn is_over(&self) -> bool {
         !self.steps.iter().any(Step::is_flying)
     }
 
-    /// Whether UCX is still receiving what was given up.
+    /// Whether UCX is still receiving the data of a transfer that was given up.
     pub fn has_doomed(&self) -> bool {
         self.steps.iter().any(|step| matches!(step, Step::Body(Body { flying: Some(_), doomed: Some(_), .. })))
     }
@@ -197,7 +197,7 @@ impl Arrivals {
         Ok(Body { incoming, flying, failed: false, doomed: None })
     }
 
-    /// Stores data that is here. Data that is still at the sender is not wanted.
+    /// Stores data that has arrived. Discards data that is still at the sender.
     fn store(&self, incoming: &mut Incoming, data: Data) {
         match &data {
             Data::Copied(bytes) => drop(incoming.store(bytes)),
@@ -242,7 +242,7 @@ impl Arrivals {
 
     // ------------------------------------------------------------------------------------------------- what ends early
 
-    /// As `Connection::forget`. What UCX has begun ends with this error when UCX has ended it.
+    /// As `Connection::forget`. A transfer that UCX has begun ends with this error when UCX reports its end.
     pub fn forget(&mut self, channel: u64, why: &str, events: &mut Events) {
         for body in self.bodies().filter(|body| body.incoming.frame.channel == channel) {
             match body.flying {
@@ -274,7 +274,7 @@ impl Arrivals {
         self.steps.iter().filter_map(Step::number).any(|number| numbers.contains(&number))
     }
 
-    /// Fails what UCX is not receiving. What it is receiving ends when UCX says so.
+    /// Fails the frames that UCX is not receiving. A receive in flight ends when UCX reports its end.
     pub fn fail_all(&mut self, why: &str, events: &mut Events) {
         mem::take(&mut self.early).into_values().for_each(|(_, data)| self.watched.release(data));
         let (kept, gone): (VecDeque<_>, VecDeque<_>) =
@@ -302,7 +302,7 @@ impl Step {
         self.number().is_some()
     }
 
-    /// Whether it can be handed over once everything before it was.
+    /// Whether this step can be handed over as soon as the steps before it have been.
     fn is_ready(&self) -> bool {
         match self {
             Step::Body(body) => body.flying.is_none() && !body.failed,

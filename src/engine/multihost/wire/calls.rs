@@ -29,7 +29,7 @@ struct Call {
 }
 
 struct CalledPath {
-    /// Which connection of several paths it belongs to, and its place in that connection.
+    /// The number of the connection to which this path belongs, and the path's place in that connection.
     connection: u64,
     number: usize,
     /// The connection, which was made with its first path. None for the first path.

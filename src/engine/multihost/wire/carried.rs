@@ -1,6 +1,7 @@
-//! A connection whose frames UCX carries. Its TCP connection stays open beside the endpoint: on it the two processes
-//! have named each other, they tell each other their workers' addresses and at last how many frames they have sent, and
-//! its end says that the peer's process has ended. UCX itself may need many seconds to find that out.
+//! A connection whose frames UCX carries. Its TCP connection stays open beside the endpoint. On it the two processes
+//! have named each other; they then exchange their workers' addresses and, at the end, the numbers of frames that they
+//! have sent. When the TCP connection ends, the peer's process has ended. UCX itself may need many seconds to detect
+//! that.
 //!
 //! Each frame is one active message. `departures` sends the frames, `arrivals` hands over those of the peer. This file
 //! decides when the connection has ended.
@@ -42,12 +43,12 @@ const FORCED: Duration = Duration::from_secs(10);
 /// The longest address of a worker.
 const LONGEST_ADDRESS: usize = 1 << 20;
 
-/// What the peer has said on the TCP connection.
+/// What the peer has sent on the TCP connection.
 #[derive(Default)]
 struct Said {
-    /// What was not handled.
+    /// Bytes that were received but not handled yet.
     bytes: Vec<u8>,
-    /// How many frames the peer has sent in all, once it says so.
+    /// How many frames the peer has sent in all. None until the peer has reported it.
     last: Option<u64>,
     /// Why and when the TCP connection has ended.
     ending: Option<(String, Instant)>,
@@ -62,7 +63,7 @@ struct Inn {
 
 pub struct Carried {
     watched: Arc<Watched>,
-    /// By the token UCX's events, and the frames of the peer, name the connection.
+    /// UCX's events and the peer's frames name the connection by the token of `origin`.
     origin: Origin,
     /// The TCP connection.
     descriptor: Descriptor,
@@ -100,7 +101,7 @@ impl Carried {
         locked(&self.out).is_delivered()
     }
 
-    /// Whether the connection is broken and nothing of it is left in UCX.
+    /// Whether the connection is broken and UCX has ended all its requests.
     pub fn is_over(&self) -> bool {
         let inn = locked(&self.inn);
         self.broken().is_some() && inn.arrivals.is_over() && locked(&self.out).is_over()
@@ -167,7 +168,7 @@ impl Carried {
         }
     }
 
-    /// Handles what the peer has said: its worker's address, then how many frames it has sent.
+    /// Handles what the peer has sent: its worker's address, then its number of frames.
     fn heard(&self, said: &mut Said, events: &mut Events) -> Result<(), String> {
         const HEAD: usize = 4 + 8;
         let mut out = locked(&self.out);
@@ -207,7 +208,7 @@ impl Carried {
         locked(&self.inn).arrivals.came(number, head, data, with)
     }
 
-    /// What UCX was doing has ended. Only the thread that drives the wire calls it.
+    /// A request of UCX has ended. Only the thread that drives the wire calls this.
     pub fn ended(&self, what: What, outcome: Outcome, routes: &impl Routes, events: &mut Events) {
         let mut inn = locked(&self.inn);
         inn.arrivals.touch();
@@ -236,8 +237,8 @@ impl Carried {
 
     // ------------------------------------------------------------------------------------------------- what ends early
 
-    /// Called from time to time while the connection is watched. Returns whether it still needs to be, or why it has
-    /// ended.
+    /// Called from time to time while the connection is watched. Returns whether it must still be watched, or an error
+    /// if it has ended.
     pub fn look(&self, now: Instant) -> Result<bool, String> {
         let mut inn = locked(&self.inn);
         let out = locked(&self.out);
@@ -267,7 +268,7 @@ impl Carried {
         }
     }
 
-    /// As `Connection::forget`. What UCX has begun ends with this error when UCX has ended it.
+    /// As `Connection::forget`. A transfer that UCX has begun ends with this error when UCX reports its end.
     pub fn forget(&self, channel: u64, why: &str, events: &mut Events) {
         let mut inn = locked(&self.inn);
         let mut out = locked(&self.out);
@@ -278,7 +279,7 @@ impl Carried {
         }
     }
 
-    /// As `Connection::give_up`. Waits until UCX does not use the memory any more.
+    /// As `Connection::give_up`. Waits until UCX no longer uses the memory.
     pub fn give_up(&self, is_it: impl Fn(&End) -> bool, meanwhile: impl FnOnce()) {
         let mut inn = locked(&self.inn);
         meanwhile();
@@ -300,7 +301,7 @@ impl Carried {
         }
     }
 
-    /// As `Connection::fail`. What UCX has begun ends when UCX says so, with the same error.
+    /// As `Connection::fail`. Transfers in flight end with the same error when UCX reports their end.
     pub fn fail(&self, why: &str, events: &mut Events) {
         let mut out = locked(&self.out);
         if self.broken.set(why.to_string()).is_err() {
@@ -309,7 +310,7 @@ impl Carried {
         out.fail_all(why, events);
         drop(out);
         locked(&self.inn).arrivals.fail_all(why, events);
-        self.watched.add(self.origin.token); // so that it is forgotten
+        self.watched.add(self.origin.token); // so that it is removed later
         events.ended = true;
     }
 }

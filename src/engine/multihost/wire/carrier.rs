@@ -1,4 +1,4 @@
-//! What a wire has if UCX carries its frames: the worker, and the connections that UCX knows.
+//! The part of a wire that exists only if UCX carries its frames: the worker, and the connections that UCX knows.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -14,12 +14,12 @@ use super::transfer::Events;
 use super::watched::Watched;
 use crate::engine::multihost::ucx::{Event, Worker, log_messages};
 
-/// How often connections that may have to end are looked at.
+/// Connections that may have to end are checked at this interval.
 const LOOK: Duration = Duration::from_millis(10);
 
 pub struct Carrier {
     watched: Arc<Watched>,
-    /// By number. A connection stays until UCX has ended everything that it did for it.
+    /// The connections by number. A connection stays until UCX has ended all its requests.
     connections: Mutex<HashMap<u64, Arc<Carried>>>,
 }
 
@@ -35,10 +35,10 @@ impl Carrier {
         carried
     }
 
-    /// How long a pass may sleep that would sleep this long. If that is not zero, events of UCX end the sleep.
+    /// Returns how long a pass may sleep instead of `sleep`. Unless the result is zero, an event of UCX ends the sleep.
     pub fn longest_sleep(&self, sleep: Duration) -> Duration {
         let sleep = if self.watched.has_any() { sleep.min(LOOK) } else { sleep };
-        // A library that has news now does not wake a thread that sleeps.
+        // If the library has events already, it will not wake a sleeping thread.
         if sleep.is_zero() || self.watched.worker.is_armed() { sleep } else { Duration::ZERO }
     }
 

@@ -96,8 +96,8 @@ impl Channel {
         connection.push(&self.driving, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
     }
 
-    /// Records that the peer had joined before this rank did, and that it has left again if `left` is set.
-    /// `token`: the connection on which it said so.
+    /// Records that the peer joined before this rank did and, if `left`, has left again since. The peer's Hello came on
+    /// the connection `token`.
     pub fn was_early(&self, peer: ProcessId, token: u64, left: bool) {
         let Some(rank) = self.ranks.get(&peer) else { return };
         let peer = &mut self.lock().peers[*rank];
@@ -278,8 +278,8 @@ impl Channel {
         drop(waiting); // without the lock
     }
 
-    /// Gives up a lane's transfer and stops using its borrowed memory. If a peer has sent Want for the body, it waits
-    /// until it learns that the group has failed on this rank; this failure always follows.
+    /// Gives up a lane's transfer and stops using its borrowed memory. A peer that has sent Want for the body waits
+    /// until it learns that the group has failed on this rank. The group always fails after this call.
     pub fn give_up(&self, rank: usize, slot: &Arc<Slot>) {
         let is_it = |end: &End| matches!(end, End::Slot(one) if Arc::ptr_eq(one, slot));
         let Some(connection) = self.lock().peers[rank].connection() else { return };
@@ -409,7 +409,7 @@ impl Receiver for Channel {
         };
         let bytes = posted.bytes;
         if frame.data() > bytes || (frame.kind == Kind::Body && frame.data() != bytes) {
-            // Fails with the connection, which the error ends.
+            // The receive fails when the error below ends the connection.
             match frame.kind {
                 Kind::Message => peer.post(frame.tag, posted),
                 _ => peer.want(frame.number, posted),

@@ -1,7 +1,7 @@
-//! The sending side of a connection that UCX carries: the endpoint, and the frames that are on their way.
+//! The sending side of a connection that UCX carries: the endpoint, and the frames in flight.
 //!
-//! What UCX has begun it cannot stop, so memory in flight is in use until UCX reports its end. If that takes too long,
-//! the endpoint is closed by force, which ends everything on it.
+//! UCX cannot stop a transfer that it has begun, so the transfer's memory is in use until UCX reports the end. If that
+//! takes too long, the endpoint is closed by force, which ends everything on it.
 
 #![allow(unsafe_code)] // the callers of transfers vouch for the memory
 
@@ -20,14 +20,14 @@ use crate::engine::multihost::ucx::Endpoint;
 
 /// How this process reaches the peer's worker.
 enum Way {
-    /// The peer has not told its worker's address.
+    /// The peer has not sent its worker's address.
     Unknown,
-    /// The peer connects first, because UCX has stalled where two workers connected to each other at the same time.
+    /// The peer must connect first, because UCX has stalled when two workers connected to each other at the same time.
     Told {
         address: Vec<u8>,
         theirs: u64,
     },
-    /// `theirs`: by this number the peer knows the connection.
+    /// `theirs` is the peer's number for the connection.
     Open {
         endpoint: Endpoint,
         theirs: u64,
@@ -51,13 +51,14 @@ pub struct Departures {
     /// Whether this process connects first.
     is_first: bool,
     way: Way,
-    /// Whether the peer's endpoint leads here.
+    /// Whether the peer's endpoint is connected to this process's worker.
     knocked: bool,
-    /// Frames that UCX has not got: the way is unknown, or has failed.
+    /// Frames that were not passed to UCX, because there is no endpoint yet or it has failed.
     queue: VecDeque<Outgoing>,
-    /// Transfers that failed before the connection did. They end with it, because mail that has arrived comes first.
+    /// Transfers that failed before the connection did. They end when the connection fails, after the mail that has
+    /// arrived was handled.
     lost: Vec<Flying>,
-    /// By the number of their send, from 1 on.
+    /// The sends in flight, by number, from 1 on.
     flights: HashMap<u64, Flying>,
     /// How many sends UCX was given.
     numbers: u64,
@@ -116,7 +117,7 @@ impl Departures {
         self.flushed == self.sent
     }
 
-    /// Whether nothing is left in UCX.
+    /// Whether UCX has ended all requests of this side.
     pub fn is_over(&self) -> bool {
         self.flights.is_empty() && !self.closing && !matches!(self.way, Way::Open { .. })
     }
@@ -126,14 +127,14 @@ impl Departures {
         self.failed.as_ref()
     }
 
-    /// Whether UCX is still sending what was given up.
+    /// Whether UCX is still sending the data of a transfer that was given up.
     pub fn has_doomed(&self) -> bool {
         self.flights.values().any(|one| one.doomed.is_some())
     }
 
     // ------------------------------------------------------------------------------------------------------ connecting
 
-    /// Whether the peer still has to tell its worker's address.
+    /// Whether the peer has not sent its worker's address yet.
     pub fn is_unknown(&self) -> bool {
         matches!(self.way, Way::Unknown)
     }
@@ -143,13 +144,13 @@ impl Departures {
         matches!(self.way, Way::Open { .. } | Way::Closed)
     }
 
-    /// The peer has told its worker's address, and by which number it knows the connection.
+    /// Called when the peer has sent its worker's address and its number for the connection.
     pub fn told(&mut self, address: Vec<u8>, theirs: u64, events: &mut Events) -> Result<(), String> {
         self.way = Way::Told { address, theirs };
         if self.is_first || self.knocked { self.connect(events) } else { Ok(()) }
     }
 
-    /// The peer's endpoint leads here. Perhaps its address has not come yet.
+    /// Called when the peer's endpoint is connected to this worker. The peer's address may arrive later.
     pub fn knocked(&mut self, events: &mut Events) -> Result<(), String> {
         self.knocked = true;
         self.connect(events)
@@ -168,7 +169,7 @@ impl Departures {
         Ok(())
     }
 
-    /// Tells the peer that the endpoint leads to it. If that fails, so does the endpoint.
+    /// Tells the peer that this endpoint is connected to it. If that message fails, the endpoint fails too.
     fn knock(&mut self) -> Result<(), String> {
         let Way::Open { endpoint, theirs } = &self.way else { return Ok(()) };
         self.numbers += 1;
@@ -179,7 +180,7 @@ impl Departures {
 
     // --------------------------------------------------------------------------------------------------------- sending
 
-    /// Sends a frame, or queues it if there is no way yet.
+    /// Sends a frame, or queues it if there is no endpoint or it has failed.
     pub fn push(&mut self, outgoing: Outgoing, events: &mut Events) {
         let (Way::Open { endpoint, theirs }, None) = (&self.way, &self.failed) else {
             return self.queue.push_back(outgoing);
@@ -201,7 +202,7 @@ impl Departures {
         match sent {
             Ok(_) => {
                 self.flights.insert(self.numbers, flying);
-                self.watched.driving.interrupt(); // who drives may be asleep, and UCX needs to be called
+                self.watched.driving.interrupt(); // the driving thread may be asleep, but must call UCX
             }
             Err(why) => {
                 self.lost.push(flying);
@@ -223,7 +224,7 @@ impl Departures {
         }
     }
 
-    /// UCX has flushed what it was asked to.
+    /// Called when a flush has ended.
     pub fn flush_ended(&mut self) {
         self.flushed = self.flushed.max(self.flushing.take().unwrap_or(0));
     }
@@ -248,7 +249,7 @@ impl Departures {
         }
     }
 
-    /// As `Connection::forget`. What UCX has begun ends with this error when UCX has ended it.
+    /// As `Connection::forget`. A transfer that UCX has begun ends with this error when UCX reports its end.
     pub fn forget(&mut self, channel: u64, why: &str, events: &mut Events) {
         let is_it = |of: u64, end: &End| of == channel && !matches!(end, End::Nobody);
         let (gone, kept): (VecDeque<_>, VecDeque<_>) =
@@ -275,7 +276,8 @@ impl Departures {
         numbers.iter().any(|number| self.flights.contains_key(number))
     }
 
-    /// Closes the endpoint, and fails what UCX has not got. What UCX has begun ends when UCX says so.
+    /// Closes the endpoint, and fails the frames that UCX does not have. Transfers in flight end when UCX reports their
+    /// end.
     pub fn fail_all(&mut self, why: &str, events: &mut Events) {
         self.close();
         mem::take(&mut self.queue).into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.data, events));

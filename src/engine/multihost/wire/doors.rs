@@ -75,8 +75,8 @@ impl Doors {
         of(&locked(&self.state).called)
     }
 
-    /// The caller connects to the processes that `choose` returns; `choose` gets those to which a thread is connecting.
-    /// No other thread connects to them until `end_calls`.
+    /// Returns the processes that `choose` selects; the caller must connect to them. `choose` gets the processes to
+    /// which a thread is already connecting. Until `end_calls`, no other thread connects to the selected processes.
     pub fn begin_calls(
         &self,
         choose: impl FnOnce(&HashSet<ProcessId>) -> Vec<(usize, ProcessId)>,

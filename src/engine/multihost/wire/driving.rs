@@ -89,7 +89,8 @@ impl Driving {
         &self.epoll
     }
 
-    /// Sets whether epoll also reports a connection's socket when it accepts more. The wire is driven until it does.
+    /// Sets whether epoll also reports a connection's socket when it accepts more. While `watch` is set, the wire is
+    /// driven even if no thread waits.
     pub fn watch_output(&self, fd: i32, token: u64, watch: bool) {
         self.count(watch);
         self.watch_path(fd, token, watch);
@@ -183,7 +184,7 @@ impl Driving {
         }
     }
 
-    /// Ends the sleep of the thread that drives, or its next one.
+    /// Ends the sleep of the thread that drives, or its next sleep.
     pub fn interrupt(&self) {
         self.kick.kick();
     }

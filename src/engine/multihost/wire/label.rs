@@ -3,10 +3,11 @@
 use super::frame::{Frame, HEAD as FRAME_HEAD};
 use crate::engine::multihost::ucx::HEAD;
 
-/// In place of a frame's number: the message has no frame. It tells a process that the other's endpoint leads to it.
+/// In place of a frame's number: the message has no frame. It tells the receiver that the sender's endpoint is
+/// connected to it.
 const NO_FRAME: u64 = u64::MAX;
 
-/// The header of the frame of this number. `who`: by this number the receiver knows the connection.
+/// The header of a message with the frame of this number. `who` is the receiver's number for the connection.
 pub fn of_frame(who: u64, number: u64, frame: &[u8; FRAME_HEAD]) -> [u8; HEAD] {
     let mut head = [0; HEAD];
     head[..8].copy_from_slice(&who.to_le_bytes());
@@ -20,7 +21,7 @@ pub fn of_none(who: u64) -> [u8; HEAD] {
     of_frame(who, NO_FRAME, &[0; FRAME_HEAD])
 }
 
-/// By which number this process knows the connection.
+/// This process's number for the connection.
 pub fn who(head: &[u8; HEAD]) -> u64 {
     u64::from_le_bytes(head[..8].try_into().expect("eight bytes"))
 }

@@ -30,12 +30,12 @@
 //! | `assembly` | the receiving side: puts the segments together |
 //! | `parser` | the receiving side: handles the frames |
 //! | `over` | what carries the frames of a wire: TCP or UCX |
-//! | `carrier` | the worker of UCX, and what has happened on it |
+//! | `carrier` | the worker of UCX, and its events |
 //! | `carried` | a connection whose frames UCX carries |
-//! | `departures` | its sending side: the endpoint, and the frames on their way |
+//! | `departures` | its sending side: the endpoint, and the frames in flight |
 //! | `arrivals` | its receiving side: the peer's frames in order |
 //! | `label` | the header of a message by which UCX carries a frame |
-//! | `watched` | what these connections use together |
+//! | `watched` | what these connections share |
 //! | `meet` | makes a group's channel |
 //! | `doors` | listens, and reads who connects |
 //! | `calls` | connects to the processes of a group |

@@ -15,8 +15,8 @@ pub enum Over {
 }
 
 impl Over {
-    /// `link` is "tcp", or "ucx" with, after a colon, the interfaces that UCX uses, unless its own variable names them.
-    /// UCX may be in `folders`.
+    /// `link` is "tcp" or "ucx". After "ucx" may follow a colon and the interfaces that UCX uses, unless UCX's own
+    /// variable names them. The library of UCX may be in `folders`.
     pub fn named(link: &str, folders: &[String]) -> Result<Over> {
         let (name, interfaces) = link.split_once(':').unwrap_or((link, ""));
         match name {

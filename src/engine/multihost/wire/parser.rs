@@ -1,4 +1,4 @@
-//! Handles the frames of a stream that several paths carry, like `single` those of one TCP connection.
+//! Handles the frames of a stream that several paths carry. `single` does the same for one TCP connection.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
 //! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
-//! the short messages; for bodies the receiver asks.
+//! the short messages; a body is sent only after the receiver has asked for it.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -165,7 +165,7 @@ impl Peer {
         self.queued.push_back((tag, waiting));
     }
 
-    /// The peer has consumed messages of so many bytes.
+    /// Called when the peer has consumed `bytes` bytes of messages.
     pub fn credit(&mut self, bytes: u64) {
         self.window = self.window.saturating_add(bytes as usize).min(WINDOW);
     }

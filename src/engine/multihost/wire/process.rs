@@ -356,7 +356,8 @@ impl Wire {
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&token);
     }
 
-    /// Stops using a connection. Its transfers fail in an event: after the mail that arrived before (`Channel::lose`).
+    /// Stops using a connection. Its transfers fail in an event that runs after the mail which has already arrived
+    /// (`Channel::lose`).
     fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
         // This comes first, so that no path is added to the connection any more.
         let mut connections = locked(&self.connections);

@@ -76,7 +76,7 @@ pub struct Several {
     out: Mutex<Stripes<Arc<Socket>>>,
     inn: Mutex<Inn>,
     lost: Mutex<Vec<Lost>>,
-    /// Has the wire driven even if no thread of the program waits, so that acknowledgements are sent. None once the
+    /// Keeps the wire driven even if no thread of the program waits, so that acknowledgements are sent. None once the
     /// connection has failed.
     driven: Mutex<Option<Counted>>,
     /// Why the connection failed. Set once.

@@ -434,7 +434,7 @@ impl<P: Path> Stripes<P> {
     }
 
     /// Among the frames that `is_it` selects, removes and returns those that are not begun and that `keeps` does not
-    /// select. The rest continue from copies of their data; `begun` is called for each of them.
+    /// select. The other selected frames continue from copies of their data; `begun` is called for each of these.
     pub fn remove(
         &mut self,
         is_it: impl Fn(&Outgoing) -> bool,

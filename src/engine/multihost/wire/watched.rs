@@ -1,4 +1,4 @@
-//! What all connections that UCX carries use together: the worker, and which of them must be looked at.
+//! What all connections that UCX carries share: the worker, and the list of connections that must be checked.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,8 @@ pub struct Watched {
     pub driving: Arc<Driving>,
     /// The numbers of connections that may have to end. The wire is driven for each of them.
     numbers: Mutex<HashMap<u64, Counted>>,
-    /// Whether there are any. Written under the lock, read without (relaxed: a pass that misses it ends soon).
+    /// Whether `numbers` has any. Written under the lock of `numbers`, read without it (relaxed: a pass that misses it
+    /// ends soon).
     any: AtomicBool,
 }
 
@@ -22,7 +23,7 @@ impl Watched {
         Watched { worker, driving: Arc::clone(driving), numbers: Mutex::default(), any: AtomicBool::new(false) }
     }
 
-    /// Has the connection looked at until it has ended or need not end.
+    /// Adds a connection, which is then checked until it has ended or no longer has to end.
     pub fn add(&self, who: u64) {
         let mut numbers = locked(&self.numbers);
         numbers.entry(who).or_insert_with(|| Counted::new(&self.driving));
@@ -35,14 +36,15 @@ impl Watched {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Removes the numbers. Who takes them looks at the connections, and adds those again that need it.
+    /// Removes and returns the numbers. The caller checks these connections, and adds again those that may still have
+    /// to end.
     pub fn take(&self) -> Vec<u64> {
         let mut numbers = locked(&self.numbers);
         self.any.store(false, Ordering::Relaxed);
         std::mem::take(&mut *numbers).into_keys().collect()
     }
 
-    /// Gives data back to UCX that is not needed any more. If it is still at the sender, it is not sent.
+    /// Gives UCX back data that is no longer needed. If it is still at the sender, it is not sent.
     pub fn release(&self, data: Data) {
         if let Data::Held(held) = data {
             self.worker.release(held);

@@ -1,4 +1,4 @@
-//! Tests a race of frames with a channel that is being added, which can be forced only with the lock of `early`.
+//! Tests a race between arriving frames and a channel that is being added. Only the lock of `early` can force it.
 //! `tests/it/multihost_wire.rs` has the other tests.
 
 use std::collections::HashMap;
@@ -33,8 +33,9 @@ fn place(store: &Hiding, group: u8, rank: usize) -> Place<'_> {
     Place { store, id: [group; 16], rank, size: 2, address: "127.0.0.1", paths: &[], timeout: Duration::from_secs(5) }
 }
 
-/// Rank 0 says that it has joined before rank 1 has the channel. When rank 1 has it, rank 0 is complete, leaves, and
-/// closes the connection. Rank 1 must not see that rank 0 leaves before it sees that rank 0 has joined.
+/// Rank 0 says that it has joined before rank 1 has the channel. When rank 1 adds the channel, rank 0's join completes;
+/// rank 0 then leaves at once and closes the connection. Rank 1 must not see that rank 0 leaves before it sees that
+/// rank 0 has joined.
 #[test]
 fn a_rank_that_was_early_and_leaves_at_once_had_joined() {
     let (first, second) = (Wire::new(&Over::Tcp).unwrap(), Wire::new(&Over::Tcp).unwrap());
