@@ -2,8 +2,9 @@
 //! group's own measurements. Pure.
 //!
 //! Near the sizes of calls that the group has made, the estimate is their median time from issue to end. Between these
-//! sizes, and beyond them, the model is scaled so that it passes through them. If the group has made too few such calls,
-//! those of earlier groups on this host count (`stats::kept`). Without any it is the model alone.
+//! sizes, and beyond them, the model is scaled so that it passes through these times. If the group has made too few
+//! such calls, those of earlier groups on this host count (`stats::kept`). If there are none either, the estimate is
+//! that of the model alone.
 
 use crate::stats::Typical;
 
