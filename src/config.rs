@@ -124,7 +124,7 @@ impl Config {
     /// (`multihost/wire`). If the option `delegate` names another backend, that backend serves such groups completely.
     pub const LINK: &'static str = "gloo";
 
-    /// The backend that serves this group if the engine cannot: its name in texts.
+    /// The name, in texts, of the backend that serves this group if the engine cannot.
     pub fn served_by(&self) -> &str {
         if self.delegate.is_empty() { Config::LINK } else { &self.delegate }
     }
@@ -215,8 +215,8 @@ pub fn double_as_float() -> bool {
     std::env::var("SAGELLM_DOUBLE_AS_FLOAT").is_ok_and(|value| value == "1")
 }
 
-/// Whether groups keep the usual times of their calls and use those of earlier groups (`stats::kept`): not if the variable
-/// `SAGELLM_KEEP_TIMES` turns it off.
+/// Whether groups keep the usual times of their calls and use those of earlier groups (`stats::kept`). True unless the
+/// variable `SAGELLM_KEEP_TIMES` turns it off.
 pub fn keeps_times() -> bool {
     let off = |value: String| ["0", "off", "false", "no"].contains(&value.trim().to_ascii_lowercase().as_str());
     !std::env::var("SAGELLM_KEEP_TIMES").is_ok_and(off)

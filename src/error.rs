@@ -17,14 +17,15 @@ pub struct Error(Box<Facts>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Facts {
     kind: ErrorKind,
-    /// Only a `wait(t)` has elapsed, and the operation is still pending. The product shows it by the text alone.
+    /// True if only a `wait(t)` has elapsed and the operation is still pending. The flag is for tests; programs see
+    /// only the text.
     #[cfg(feature = "testing")]
     goes_on: bool,
     /// The rank whose process ended, that left the group, or whose result is wrong.
     rank: Option<usize>,
     /// The rank that found the error, if it is not this rank.
     reporter: Option<usize>,
-    /// What a rank was doing meanwhile: its number, and a text such as "is in all_reduce(...) number 3".
+    /// A rank, and what it was doing meanwhile as text, such as "is in all_reduce(...) number 3".
     operation: Option<(usize, String)>,
     text: Text,
 }

@@ -1,5 +1,6 @@
-//! Encodes as bytes what ranks tell each other through a store, shared memory and the link between hosts. The fields (integers, bytes,
-//! texts and lists) follow one another, little-endian; a length precedes the data that it counts. Pure.
+//! Encodes as bytes what ranks tell each other through a store, shared memory and the link between hosts. The fields
+//! (integers, bytes, texts and lists) follow one another, little-endian; a length precedes the data that it counts.
+//! Pure.
 //!
 //! Any process with access may have written what is read. So a [`Reader`] never panics, returns `None` for a field that
 //! is missing or too long, and allocates memory only for bytes that are present, never for a length that was read. An

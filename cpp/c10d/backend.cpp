@@ -31,8 +31,8 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
 }
 
 SageBackend::~SageBackend() {
-  // The last reference may be dropped with the GIL held. Leaving the group takes a moment in which other threads may
-  // need the GIL, so it is released.
+  // The last reference may be dropped with the GIL held. Leaving the group takes a while, and other threads may need
+  // the GIL meanwhile, so the GIL is released.
   try {
     if (python_alive() && PyGILState_Check() != 0) {
       const py::gil_scoped_release no_gil;

@@ -110,12 +110,12 @@ class SageBackend final : public c10d::Backend {
   // that costs little, because issuing never waits for a peer. It also frees the program from the rules of regions.
   bool supportsCoalescing() const override;
   void startCoalescing() override { region_.start(); }
-  // If the launch fails, the returned Work has the error. If a call has closed the region before, throws the error of
-  // that call.
+  // If the launch fails, the returned Work has the error. If a call that threw has closed the region, throws that
+  // call's error.
   WorkPtr endCoalescing() override;
   // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }
-  // Between start and end, calls of this thread on CPU tensors are not made. Their times are estimated from the group's
+  // Between start and end, this thread's calls on CPU tensors are not run. Their times are estimated from the group's
   // own measurements, or by the cost model (`Group::estimate` of the core). `supportsTimeEstimation` is false if a
   // vendor's library or a delegate may carry calls, because the core cannot estimate the time of such a call.
 #ifdef SAGELLM_HAS_TIME_ESTIMATION
@@ -131,8 +131,8 @@ class SageBackend final : public c10d::Backend {
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   bool supportsShrinking() const override { return true; }
   // The remaining ranks call this; the excluded ones may have died. The call ends this group's communicator on the
-  // bound device: after the operations under way have ended or, with the abort flag, at once. The flag aborts all
-  // operations of this group.
+  // bound device. With the abort flag it does so at once and aborts all operations of this group. Without the flag it
+  // first waits until the operations on the device have ended.
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
 

@@ -41,8 +41,8 @@ class Delegate {
   // later call on the same memory first waits for the earlier call.
   WorkPtr carry_through_host(const CallDesc& call, c10::Device device, Staging& staging);
   void monitored_barrier(const c10d::BarrierOptions& opts, bool wait_all_ranks);
-  // True if a monitored barrier has failed, after which the delegate's group may be broken. The core sees the other
-  // calls, but no monitored barrier.
+  // True if a monitored barrier has failed, after which the delegate's group may be broken. The core records failures
+  // of the other calls, but does not see monitored barriers.
   bool barrier_failed() const { return barrier_failed_.load(std::memory_order_relaxed); }
 
   void abort();
@@ -52,7 +52,7 @@ class Delegate {
   void leave_to_parent();
 
  private:
-  // A call on tensors on a device that may be under way, and the memory that it reads or writes. The Work is held
+  // A call on device tensors that may not have ended, and the memory that the call reads or writes. The Work is held
   // weakly: a call whose Work no longer exists counts as ended.
   struct Copied {
     c10::weak_intrusive_ptr<c10d::Work> work;

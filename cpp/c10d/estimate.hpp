@@ -1,4 +1,4 @@
-// c10d's time estimation: between its start and its end, the calls of one thread are estimated and not made.
+// c10d's time estimation: between its start and its end, the calls of one thread are estimated and not run.
 #pragma once
 
 #include <cstdint>

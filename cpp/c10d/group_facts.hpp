@@ -1,4 +1,4 @@
-// What the parts of a backend know of their group. They are fields of the backend, which keeps all of this.
+// What the parts of a backend know of their group. The parts are fields of the backend, which keeps all of this alive.
 #pragma once
 
 #include <chrono>

@@ -46,14 +46,14 @@ struct BackendOptions final : c10d::Backend::Options {
   // Whether ranks compare hashes of the results that should be equal on all ranks: "off", "sampled" or "all"; ":warn"
   // may follow the last two. Rank 0's value applies to the whole group.
   std::string verify = "off";
-  // Number of connections to each process on another host. The Python package reads it. Of two processes, the one that
-  // wants fewer decides; all their groups share the connections of their first group.
+  // Number of connections to each process on another host. The Python package reads it. Two processes use the smaller
+  // of their two numbers. All their groups share the connections of their first group.
   int64_t links = 1;
   // What carries tensors on a device: "auto"; "host" for copies through host memory; a vendor's library by its name; or
   // one by name and file ("name:/path/to/lib.so").
   std::string vendor = "auto";
-  // How the program learns of a failed call on a device for which no thread waits: "raise", "exit" or "none". This and
-  // `blocking_wait` are local to the rank.
+  // How the program learns that a call on a device has failed if no thread waits for the call: "raise", "exit" or
+  // "none". This and `blocking_wait` are local to the rank.
   std::string on_device_failure = "raise";
   // `wait()` of a call on a device blocks the host until the call has ended, and throws if the call failed.
   bool blocking_wait = false;

@@ -45,8 +45,8 @@ class Region {
   Content end();
   // Closes the region after a call in it has thrown `why`, and drops the calls on a device that it has collected.
   void refuse(std::exception_ptr why);
-  // Closes the region because the program leaves it by an exception. Drops the same calls, but keeps no error for
-  // `end`. Does nothing on other threads.
+  // Closes the region because the program leaves it by an exception. Drops the same calls and keeps no error for `end`,
+  // not even that of a call that has closed the region already. Does nothing on other threads.
   void drop();
 
  private:

@@ -1,10 +1,10 @@
 // Makes groups out of this one: of some of its ranks (split), or of all ranks except the excluded ones (shrink).
 //
 // The ranks of the new group meet through the store, like those of any group. If this group is bound to a device, and
-// the vendor's library can make a communicator out of an existing one, the new group gets its communicator in this way
-// at once. First all ranks that the library waits for must agree that they can: a rank alone in the library's call
-// would wait until the deadline. Otherwise the new group's first call on the device makes a communicator, from a new
-// id.
+// the vendor's library can make a communicator out of an existing one, the library makes the new group's communicator
+// out of this group's at once. First all ranks that the library waits for must agree that they can: a rank alone in the
+// library's call would wait until the deadline. Otherwise the new group's first call on the device makes a
+// communicator, from a new id.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -141,7 +141,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
     if (member) child = part(prefix, ranks, opts, c10::str(options_->group_name, " split ", turn));
     parents = bound_vendor();
     if (parents && child) childs = child->vendors_.find(device->type());
-    // The operations under way must end first.
+    // The pending operations must end first.
     can = parents && (!member || childs) && parents->can_split(*device, members) && parents->drain(options_->timeout);
   } catch (const std::exception&) {
     failed = std::current_exception();
@@ -179,7 +179,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   // This thread itself aborts the operations, so their error is not raised in it.
   if (aborts) events_->told();
   // The communicator is retired before the group is aborted, so that the code which handles the group's failure does
-  // not abort the communicator. Without the abort flag, operations under way may end first.
+  // not abort the communicator. Without the abort flag, pending operations may end first.
   if (vendor && (aborts || vendor->drain(options_->timeout))) parent.emplace(vendor->retire(*bound_device(), !aborts));
   if (aborts) abort_for(c10::str("shrink() was called on rank ", getRank()));
   const std::string without = c10::Join(",", ranks_to_exclude);

@@ -17,8 +17,8 @@ class Splits {
   using Store = c10::intrusive_ptr<c10d::Store>;
   using Child = c10::intrusive_ptr<c10d::Backend>;
 
-  // What the last split made, if that split was called with this store: null on a rank that is in no new group. No
-  // value if the store is a different one, because then this is a new split.
+  // If the last split was called with this store, returns what that split made, which is null on a rank that is in no
+  // new group. If the store is a different one, returns no value, because this is a new split.
   std::optional<Child> again(const Store& store) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return store == store_ ? std::optional<Child>(child_) : std::nullopt;

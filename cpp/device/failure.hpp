@@ -38,7 +38,8 @@ class Failure final : public std::enable_shared_from_this<Failure> {
 
   Failure(OnFailure then, std::shared_ptr<Events> events) : then_(then), events_(std::move(events)) {}
 
-  // Counts a call of the thread that makes it as under way, once, until `end` or its destruction.
+  // Counts one call of the thread that constructs this object as under way, until `end` or until the object is
+  // destroyed.
   class UnderWay {
    public:
     // Counts nothing.
@@ -69,9 +70,9 @@ class Failure final : public std::enable_shared_from_this<Failure> {
   // The threads that issued the calls under way, and the threads that captured calls.
   Threads threads() const;
 
-  // Handles the group's failure `error`, which happened while calls of `threads` were under way. Returns at once. Only
-  // the first failure of a group is reported. `abort` aborts the communicators. `raised`: the failed call itself raises
-  // the error, so the process does not exit.
+  // Handles the group's failure `error`, which happened while calls of `threads` were under way. Does so on a new
+  // thread, or on this one if none can be started. Only the first failure of a group is reported. `abort` aborts the
+  // communicators. `raised`: the failed call itself raises the error, so the process does not exit.
   void follow(const std::string& error, Threads threads, const std::function<void()>& abort, bool raised = false);
   // Call it on the thread on which the program is about to abort the calls under way. Returns when the exception is
   // pending in the program's other threads, or after a second.

@@ -167,8 +167,8 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       prepared[i].store();
       copy_staged(calls[i].after, true);
     }
-    // One of these steps may have waited for a kernel of the library that an abort ended. Only this check reports that
-    // to the caller.
+    // One of these steps may have waited for a kernel of the library, and returned because the kernel was aborted. Only
+    // this check reports the abort to the caller.
     if (failure_->followed()) {
       const std::string why = fault();
       // If a communicator is closed while calls are pending, these calls fail, but the group does not.

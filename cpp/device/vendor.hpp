@@ -53,13 +53,13 @@ class VendorDevices final {
 
   std::string describe() const { return std::string(opened_.description); }
 
-  // Enqueues calls on a stream of the device; several calls are one launch. It waits for peers only in a barrier and in
-  // the first call that needs a communicator: in that call it waits until all ranks of the communicator have reached
-  // it. Returns null for a synchronous call without hooks: all its work is on the caller's stream, which keeps its
-  // tensors in order. `region`: all ranks take part in the calls, messages included, so messages need no communicator
-  // of their own. The pieces of the calls are addresses on the device. A temporary replaces each of the caller's
-  // tensors that is not contiguous or overlaps another. Temporaries are filled before the call, and results are copied
-  // back after it.
+  // Enqueues calls on a stream of the device; several calls are one launch. It waits for peers only in a synchronous
+  // barrier or with `blocking_wait`, and in the first call that needs a communicator, until all ranks of the
+  // communicator have reached that call. Returns null for a synchronous call without hooks: all its work is on the
+  // caller's stream, which keeps its tensors in order. `region`: all ranks take part in the calls, messages included,
+  // so messages need no communicator of their own. The pieces of the calls are addresses on the device. A temporary
+  // replaces each of the caller's tensors that is not contiguous or overlaps another. Temporaries are filled before the
+  // call, and results are copied back after it.
   c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
                                         c10::Device device, bool async, bool region = false);
   // Returns a work whose `wait` returns when all collectives issued before have ended; null if there are none.
@@ -70,23 +70,23 @@ class VendorDevices final {
 
   // Whether the library can make the communicator of a new group of `ranks` from this group's communicator.
   bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
-  // Waits until the operations under way have ended. Returns false if the timeout passes before that, or if the
-  // watching thread has stopped.
+  // Waits until the pending operations have ended. Returns false if the timeout passes before that, or if the watching
+  // thread has stopped.
   bool drain(std::chrono::milliseconds timeout);
   // Makes the communicator that `can_split` asked about. All ranks call this together, after all have agreed that they
   // can. `child` is null on a rank that is in no new group.
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
   // Retires this group's communicator before a shrink: no later call uses it, and it is destroyed when the returned
-  // object is dropped. `drained`: no operation is under way in it.
+  // object is dropped. `drained`: no operation is pending in it.
   DevicesRetired retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
   // Makes the communicator of this group, which consists of all ranks of `old`'s group except `excluded`. All ranks of
   // this group call this together.
   void shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded);
 
   // Aborts all communicators, which unblocks operations that hang. No operation can be issued afterwards. Other threads
-  // of the program whose operations are under way get the exception first.
+  // of the program whose operations are pending get the exception first.
   void abort();
-  // Ends the communicators together with the other ranks, after the operations under way have ended. This takes at most
+  // Ends the communicators together with the other ranks, after the pending operations have ended. This takes at most
   // the timeout, and less if a rank has died. A communicator that does not end is aborted, or left to a thread that
   // keeps waiting for it. Throws the exception that a signal handler raised.
   void close(std::chrono::milliseconds timeout);

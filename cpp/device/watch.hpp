@@ -31,7 +31,7 @@ class DeviceWatch {
   void add_captured(const CallPtr& call, std::shared_ptr<Failure> failure);
   struct Launch {
     CallPtr call;
-    // Handles the failure if the launch must not go on.
+    // Handles the failure if the launch must be aborted.
     std::shared_ptr<Failure> failure;
     Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
   };
@@ -62,20 +62,19 @@ class DeviceWatch {
  private:
   void begin(const Launch& launch);
   void end(const CallPtr& call);
-  // If the launch must not go on, handles its failure and returns true.
+  // If the launch must be aborted, handles its failure and returns true.
   static bool ends(const Launch& launch);
-  // Ends those `launching` that must not go on, and empties the list. Call it without `mutex_`.
+  // Ends the launches in `launching` that must be aborted, and empties the list. Call it without `mutex_`.
   void end_overdue(std::vector<Launch>& launching);
   void serve();
   // For each stream, polls only the first call in `runs_`, because a stream passes its calls in order; also polls calls
   // whose deadline has passed. Removes the calls that have ended, and returns true if there was one. Call it without
   // `mutex_`.
   bool look();
-  // Serves a second thread, which asks the device nothing. A query can hang, for example while another thread loads a
+  // Runs on a second thread, which never queries the device. A query can hang, for example while another thread loads a
   // kernel and waits for the device to become idle. If this thread finds the watching thread in the same queries twice,
-  // half a second apart, it fails the calls that must not go on. The abort that follows lets the device go on, and the
-  // query return. Two looks are compared instead of clock times, because in a process that was stopped meanwhile no
-  // query has hung.
+  // half a second apart, it fails the calls that must be aborted. The abort unblocks the device, so the query returns.
+  // Two looks are compared instead of clock times, because in a process that was stopped meanwhile no query has hung.
   void guard();
 
   // The captured calls of one group, represented by one of them.

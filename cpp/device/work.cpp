@@ -61,7 +61,7 @@ bool DeviceRun::poll(std::chrono::microseconds spin) {
   if (ended_) return true;
   const c10::DeviceGuard guard(launched_.stream.device());
   const RustCall& call = *launched_.call;
-  // Until the core is told what the device said, queries of this thread break no other thread's capture.
+  // Until the result is reported to the core, this thread's queries break no other thread's capture into a graph.
   const uint32_t capture_mode = checked([&] { return call.before_poll(); });
   bool passed = false;
   std::string error;

@@ -80,7 +80,7 @@ class DeviceRun final {
   // ending it. May be called on any thread.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
   bool overdue() const;
-  // Fails the run if its call must not go on, without asking the device whether it has passed. May be called on any
+  // Fails the run if its call must be aborted, without asking the device whether it has passed. May be called on any
   // thread.
   void fail_unasked();
   // Ends the run and its Work. `idle`: the device no longer uses the tensors, so they are released; otherwise they are

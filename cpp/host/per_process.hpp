@@ -1,4 +1,4 @@
-// One object of a type in each process, of which a forked child gets a new one; and a mark by which it recognizes its
+// One object of a type for each process; a forked child gets a new one. Also a mark by which a child recognizes its
 // parent's objects.
 #pragma once
 

@@ -57,9 +57,9 @@ struct Label {
   c10d::OpType type;
 };
 
-// The indices of the first two tensors of a list that have a byte in common, except for pairs that are `allowed` to. If
-// the ranges of two strided tensors overlap, as columns of a matrix do, their runs are compared byte by byte. This is
-// slow, and rare. Sparse tensors count as sharing no memory.
+// The indices of the first two tensors of a list that have a byte in common and are not `allowed` to. If the ranges of
+// two strided tensors overlap, as columns of a matrix do, their runs are compared byte by byte. This is slow, and rare.
+// Sparse tensors count as sharing no memory.
 using Places = std::pair<size_t, size_t>;
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed = {});
 
@@ -72,15 +72,15 @@ std::vector<size_t> block_sizes(c10::ArrayRef<at::Tensor> blocks, bool always);
 class Plan {
  public:
   // `op` is torch's name of the call, for error texts. `by_vendor`: the tensors are on a device whose vendor's library
-  // carries the call. Then temporaries are on that device too, and no tensor is read now. Otherwise temporaries are in
-  // host memory, and every tensor on a device gets one.
+  // carries the call. Then temporaries are on that device too, and no device tensor is read now. Otherwise temporaries
+  // are in host memory, and every tensor on a device gets one.
   Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor = false);
 
   // Makes this a reduction by `reduce_op` of numbers of the type of `tensor`.
   void combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op);
 
   // Append a tensor to the inputs, to the outputs, or to both as the same memory. `stage` forces a temporary, even for
-  // a contiguous tensor: set if it overlaps another piece in a way that the core forbids.
+  // a contiguous tensor. Set it if the tensor overlaps another piece in a way that the core forbids.
   void read(const at::Tensor& tensor, bool stage = false);
   void write(const at::Tensor& tensor, bool stage = false);
   // Appends the tensors of a list to the outputs. If tensors share memory, their results are stored one after the other
@@ -140,7 +140,8 @@ class Plan {
 
   // True if the core, or the vendor's library, can use the memory of `tensor` as it is.
   bool is_direct(const at::Tensor& tensor) const;
-  // Makes a temporary for `tensor`. Records the tensor's memory as read or `written`.
+  // Makes a temporary for `tensor`. Unless a vendor's library carries the call, records the memory as read or
+  // `written`.
   at::Tensor temporary_for(const at::Tensor& tensor, bool written);
   // Address of the first element of `tensor`, or of its temporary, as contiguous elements to be read or written.
   char* readable(const at::Tensor& tensor, bool stage);

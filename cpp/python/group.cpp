@@ -37,7 +37,7 @@ c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::k
   return options;
 }
 
-// Made with the last group.
+// Marks the process that made the last group. Empty before the first group.
 std::optional<ProcessMark> process_of_groups;
 
 // Runs `body` without the GIL. Then writes the lines that were logged meanwhile, also if `body` throws.

@@ -53,7 +53,8 @@ class CallbackPool {
   // Largest number of threads. If that many callbacks are blocked, further jobs wait for them.
   static constexpr size_t kMostThreads = 256;
 
-  // Runs `job` soon on a thread of the pool. Exceptions are logged. After `stop` the job is leaked instead of run.
+  // Runs `job` soon on a thread of the pool, or at once on this thread if the pool has none and can start none.
+  // Exceptions are logged. After `stop` the job is leaked instead of run.
   void post(std::function<void()> job);
 
   // Call this before a wait for an operation. If this thread belongs to the pool, another one takes the next job.

@@ -49,9 +49,9 @@ class DelegatedWork final : public JoinedWork {
  public:
   using Note = std::shared_ptr<rust::Box<RustExternalOp>>;
 
-  // `note` is the core's record of the call. The record ends with the delegate's future or, if there is none, with the
-  // wait. If the caller of such a wait passes no timeout, it uses `timeout`: for messages, gloo itself would use the
-  // timeout with which its group was made. If the Work of a message is destroyed before a wait, `dropped` gets the
+  // `note` is the core's record of the call. The record ends with the delegate's future or, if the Work has no future,
+  // with the wait. A wait on a Work without a future uses `timeout` if its caller passes none; gloo itself would use
+  // the timeout with which its group was made. If the Work of a message is destroyed before a wait, `dropped` gets the
   // message.
   DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout,
                 std::shared_ptr<DroppedMessages> dropped);

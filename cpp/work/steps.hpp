@@ -38,9 +38,9 @@ class StepMeter {
   static StepMeter* open() {
     return C10_LIKELY(open_steps_.load(std::memory_order_relaxed) == 0) ? nullptr : find_open();
   }
-  // Opens a step on this thread. Steps that are opened inside it are part of it.
+  // Opens a step on this thread. A step that is opened inside another one is part of the outer step.
   static void begin();
-  // Closes the step that this thread opened last. The step is counted only if `well` is true.
+  // Closes the step that this thread opened last. Only an outermost step is counted, and only if `well` is true.
   static void end(bool well);
 
   // The thread enters and leaves a call of ours; calls may be nested.

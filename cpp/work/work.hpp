@@ -130,8 +130,8 @@ class SageWork : public c10d::Work {
   void telling(const Body& body) const;
   // Makes the current stream wait for the results.
   virtual void order() const {}
-  // A future was requested that completes at the end of this Work. If nothing else keeps an implementation alive, it
-  // must keep itself alive until its end.
+  // Called when a future that completes at the end of this Work is requested. A Work that nothing else keeps alive must
+  // keep itself alive until its end.
   virtual void keep_until_end() {}
   // Calls `body`, which completes a future. If the results are on a device, the stream that made them is then current.
   virtual void on_result_stream(const std::function<void()>& body) const { body(); }

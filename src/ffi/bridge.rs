@@ -375,9 +375,9 @@ pub mod ffi {
         #[Self = "RustRendezvous"]
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
         /// Connects to the other ranks of a group that spans hosts. They reach this process at `address` or, if there
-        /// are several connections to each of them, at the addresses in `paths`. `link` is "tcp", or "ucx" with, after a
-        /// colon, the interfaces that UCX uses; its library may be in `folders`. Blocks until all ranks have called, or
-        /// until the timeout.
+        /// are several connections to each of them, at the addresses in `paths`. `link` is "tcp" or "ucx". After "ucx",
+        /// a colon and the interfaces that UCX uses may follow; UCX's library may be in `folders`. Blocks until all
+        /// ranks have called, or until the timeout.
         fn connect(
             self: &RustRendezvous,
             address: &str,

@@ -26,7 +26,8 @@ impl Group {
         outcome
     }
 
-    /// Whether the barrier can no longer succeed, because the missing ranks cannot enter it any more.
+    /// Whether the barrier can no longer succeed: a rank has died, the group has failed, or a missing rank cannot enter
+    /// it.
     fn is_broken(&self, monitor: &dyn Monitor, turn: u64) -> bool {
         let failed = self.faults.any_dead() || self.faults.first().is_some() || self.control.is_poisoned();
         failed || monitor.hopeless(turn).is_some()

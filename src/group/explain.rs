@@ -57,7 +57,7 @@ struct Usual {
 }
 
 impl Usual {
-    /// Those of earlier groups of this shape and policy. None if there are none.
+    /// The usual times in earlier groups of this shape and policy. None if none were kept.
     fn earlier(kind: Kind, shape: &GroupShape, policy: &Policy) -> Option<Usual> {
         let typical = alike(shape, policy)?.load().of(kind);
         (!typical.is_empty()).then_some(Usual { typical, by: CallsOf::EarlierGroups })
@@ -71,13 +71,14 @@ impl Usual {
     }
 }
 
-/// Under what the times of a group's calls are kept. None if they are not: between hosts, and without our own engine.
+/// The properties by which the call times of a group are kept. None if no times are kept: for one rank, between hosts,
+/// and without our own engine.
 fn alike(shape: &GroupShape, policy: &Policy) -> Option<Alike> {
     let GroupShape { ranks, hosts, cores, threads, stage_bytes, .. } = *shape;
     (hosts == 1 && ranks > 1 && stage_bytes > 0).then(|| Alike { ranks, cores, threads, policy: policy.hash() })
 }
 
-/// The model's nanoseconds by payload, for operations like `own`, whose payload is `payload`.
+/// Returns the model's nanoseconds as a function of the payload, for operations like `own`, which has this `payload`.
 fn model(own: OpDesc, payload: f64, predicted: impl Fn(OpDesc) -> u64) -> impl Fn(f64) -> f64 {
     // The size by which algorithms are chosen is a fixed fraction of the payload.
     let part = if payload > 0.0 { own.bytes as f64 / payload } else { 0.0 };
@@ -133,7 +134,7 @@ impl Group {
         Explanation { scaled, ..found }
     }
 
-    /// The usual times of this group's calls or, before it has made such calls, of those of earlier groups.
+    /// The usual times of this group's calls. Before the group has made enough calls, those of earlier groups.
     fn usual(&self, kind: Kind, shape: &GroupShape) -> Option<Usual> {
         let typical = self.lock().stats.typical(kind);
         match typical.is_empty() {

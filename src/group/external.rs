@@ -46,7 +46,7 @@ pub(super) struct External {
     /// Time of issue, on `clock::stamp`.
     pub issued: u64,
     /// Time at which the timeout began, on `clock::stamp`. This is the time of issue, except for a delegate's message:
-    /// there it is `None` until a thread waits for the message.
+    /// there it is when a thread began to wait for the message, and `None` while no thread waits.
     pub begun: Option<u64>,
     /// Zero: no timeout.
     pub timeout: Duration,

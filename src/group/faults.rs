@@ -96,8 +96,8 @@ impl Faults {
         self.announced.1.notify_all();
     }
 
-    /// If the group has failed, waits until the peers have been told, for at most `ANNOUNCED`. The thread that found the
-    /// fault may not have told them yet; if this rank left first, they would take it for the rank that failed.
+    /// If the group has failed, waits until the peers have been told, for at most `ANNOUNCED`. The thread that found
+    /// the fault may not have told them yet; if this rank left first, they would take it for the rank that failed.
     pub fn await_announced(&self) {
         if self.first.get().is_none() {
             return;
@@ -181,8 +181,8 @@ impl Faults {
         format!("is in {}{called}", op.what())
     }
 
-    /// The fault that a rank which died or left is still needed; `None` if no such rank is. Called with the group's
-    /// lock held, when nothing can advance.
+    /// Returns a fault if a rank that died or left is still needed, else `None`. Called with the group's lock held,
+    /// when nothing can advance.
     pub fn of_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
         let others = || (0..self.peers.len()).filter(|rank| *rank != self.rank);
         // First check the ranks that died, and then those that left: a receive from any rank misses the dead rank's

@@ -94,8 +94,7 @@ impl Launches {
         misfit.map_or(agreed, |launch| Agreed::Not(self.misfit_error(launch)))
     }
 
-    /// Whether the sizes of an all_to_all are known not to belong together. If a rank's share cannot be seen, this is
-    /// not known.
+    /// True if the sizes of an all_to_all are known not to belong together. False if a rank's share cannot be seen.
     fn misfit(&self, number: u64) -> bool {
         let signed = |rank| self.control.signed(rank, number).filter(Signed::has_share);
         let share = |rank| signed(rank).map(|signed| signed.lists);
@@ -114,8 +113,8 @@ impl Launches {
         misfit_error(&self.name, (*number, signed.signature), named)
     }
 
-    /// The ranks that an operation on a device waits for. The number of each rank's last collective on a device is in
-    /// the memory that the ranks share. None of it is known if they share none. `process_of`: a rank's process, for texts.
+    /// The ranks that an operation on a device waits for. The memory that the ranks share has the number of each rank's
+    /// last collective on a device. `Unknown` if the ranks share no memory. `process_of`: a rank's process, for texts.
     pub fn blockers(&self, waiting: &Waiting, process_of: impl Fn(usize) -> String) -> Blockers {
         if self.control.inquiry().is_none() {
             return Blockers::Unknown(None);

@@ -9,9 +9,9 @@
 //! `counters` numbers the operations. `faults` records why the group is unusable, and names ranks that ended. `role`
 //! says whether the program or another group created the group. `external` has the operations that no engine runs,
 //! `launches` the signatures of launches on devices, and `extensions` the timeouts. `barrier` is the monitored barrier.
-//! `explain` (with `estimate`) serves explanations and statistics. `ties` is what the group holds of its process and of
-//! its peers' processes, `waiters` how threads wait for it. Lower layers see the group only through
-//! a trait: the diagnosis of hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the
+//! `explain` (with `estimate`) serves explanations and statistics. `ties` ties the group to its process and to its
+//! peers' processes, and `waiters` says how threads wait for the group. Lower layers see the group only through a
+//! trait: the diagnosis of hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the
 //! threads of a group over several hosts through `lanes`. `local` makes groups of threads, for tests.
 
 mod barrier;
@@ -398,8 +398,8 @@ impl Group {
         if engine.poll(ended)? {
             return Ok(true);
         }
-        // Checked before whether peers have ended: if a rank leaves after it has reported a fault, it leaves because of
-        // that fault.
+        // This check comes before the one for ended peers: a rank that has reported a fault and then left has left
+        // because of that fault.
         if self.control.is_poisoned() {
             return self.reported(Some(engine)).map_or(Ok(true), Err);
         }

@@ -15,7 +15,7 @@ pub(super) struct Waiters {
 }
 
 impl Waiters {
-    /// How a thread spins that waits now.
+    /// How a thread that waits now spins.
     #[inline]
     pub fn spins(&self, control: &dyn Control) -> SpinPolicy {
         if self.has_threads && control.polls() { SpinPolicy::yielding() } else { self.spin_policy }

@@ -1,5 +1,5 @@
-//! How a `Watch` answers other ranks that ask about this rank (`Speaker`), queries over the store (`Participant`), and
-//! the threads of its process (`Member`).
+//! The answers of a `Watch` to other ranks that ask about this rank (`Speaker`), to queries over the store
+//! (`Participant`), and to the threads of its process (`Member`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Watch {
         self.subject.upgrade()
     }
 
-    /// `waits`: what one of this rank's threads waits for, if any.
+    /// `waits`: what one of this rank's threads or devices waits for, if any.
     fn status_while(&self, question: u32, mut waits: Option<Waits>) -> Status {
         let Progress { issued, last, launched, launched_last, signed, idle } =
             self.subject().map_or_else(Progress::default, |subject| subject.progress());
@@ -89,7 +89,7 @@ impl Participant for Watch {
             }
             let late = late_for(waiting, result, &none, me);
             let late: Vec<usize> = late.into_iter().map(|(rank, _)| rank).take(MOST).collect();
-            // If all have called a collective with this number, some may have called another one.
+            // If no rank is late, some rank may have called another collective under this number.
             if late.is_empty() { (0..ranks).filter(|rank| *rank != me).take(MOST).collect() } else { late }
         };
         let mut concerned: Vec<usize> = self.pending().iter().flat_map(of_one).collect();

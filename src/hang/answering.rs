@@ -319,7 +319,8 @@ mod tests {
         }
         let words: Vec<&Words> = groups.iter().map(|group| &*group.0).collect();
         words.iter().for_each(|group| group.ask());
-        // The interpreter's lock is held, and every group answers so, including the group that is asked last.
+        // The interpreter's lock is held, and the answer of every group says so, including that of the group asked
+        // last.
         words[1..].iter().for_each(|group| group.hears("1 locked"));
         words[3].ask();
         words[3].hears("2 locked");

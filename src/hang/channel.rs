@@ -36,22 +36,22 @@ pub trait Channel: Send + Sync {
         None
     }
 
-    /// Wakes the threads that answer questions and read stores, if there are any. Called when an operation begins to
-    /// wait for long, or when the group has failed.
+    /// If the channel has a store, wakes the threads that answer questions and read stores. Called when an operation
+    /// begins to wait for long, or when the group has failed.
     fn look_again(&self);
 
     /// Starts to look whether another rank has published why its group failed. Returns how long that may take.
     fn ask_for_fault(&self) -> Duration;
 
-    /// Whether this rank knows that no other rank had published a fault at this time. If it does not know, it starts a
-    /// read that will find out. A channel in shared memory always knows, because a fault is visible there at once.
-    /// Never waits.
+    /// True if this rank knows that no other rank had published a fault at this time, or if the store has failed, so
+    /// that it cannot find out. Otherwise starts a read that will find out. A channel in shared memory always knows,
+    /// because a fault is visible there at once. Never waits.
     fn had_no_fault_at(&self, _at: Instant) -> bool {
         true
     }
 
-    /// Whether the wait for this rank's fault to be published is over: the other ranks can read why the group failed on
-    /// this rank, or they never will, because the store has failed. Meaningful only after the group has failed.
+    /// True once this rank need not wait for its fault to be published: the other ranks can read why the group failed
+    /// on this rank, or the store has failed and they never will. Meaningful only after the group has failed.
     fn has_published(&self) -> bool {
         true
     }
@@ -76,8 +76,8 @@ pub trait Channel: Send + Sync {
         None
     }
 
-    /// This rank has left the group of `_ranks` ranks for good: removes what the group has stored, after the last rank
-    /// has left. Waits for the store, but for nothing else.
+    /// Called after this rank has left the group of `_ranks` ranks for good. Removes this rank's keys from the store;
+    /// the last rank to leave removes all other keys. Waits for the store, but for nothing else.
     fn leave(&self, _ranks: usize) {}
 
     /// Reads the store if it is time. Returns how long to wait until the next call; `None` if no further call is

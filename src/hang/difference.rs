@@ -27,8 +27,8 @@ impl Difference {
         found.into_iter().chain(misfit).min_by_key(|found| found.number)
     }
 
-    /// Of the all_to_alls for which the shares of all ranks are known, the first whose sizes do not match. The sum of
-    /// the shares does not tell which ranks differ, so the text shows the calls of any two ranks.
+    /// The first all_to_all whose sizes do not match, among those for which the shares of all ranks are known. The sum
+    /// of the shares does not tell which ranks differ, so the text shows the calls of any two ranks.
     fn of_shares<'a>(ranks: usize, answers: impl Iterator<Item = (usize, &'a [Launch])>) -> Option<Difference> {
         let mut sums: BTreeMap<u64, (usize, u32, Difference)> = BTreeMap::new();
         for (rank, launches) in answers {

@@ -49,8 +49,8 @@ pub struct Step {
     pub asks: bool,
 }
 
-/// Up to two operations of a group that have been pending for long: of the engine's operations, and of those that no
-/// engine runs, the one with the next deadline. An operation is watched from its first question on.
+/// Up to two operations of a group that have been pending for long: the one with the next deadline that the engine
+/// runs, and the one with the next deadline that no engine runs. An operation is watched from its first question on.
 #[derive(Default)]
 pub struct Monitor {
     engine: Watched,
@@ -208,9 +208,9 @@ pub fn late_for(
     all.filter(|(rank, _)| *rank != me).filter_map(progress).collect()
 }
 
-/// If every rank has called a collective with the number of this one: the ranks that wait in another operation,
-/// according to their answers. An engine compares calls by the data that the ranks exchange, but no data arrives if, for
-/// instance, each rank believes that another one is the root of a broadcast. Ranks that made the same call have the same
+/// The ranks whose answers say that they wait in another operation. Called if every rank has called a collective with
+/// this number. An engine compares calls by the data that the ranks exchange, but no data arrives if, for instance,
+/// each rank believes that another one is the root of a broadcast. Ranks that made the same call have the same
 /// signature under the same number.
 fn elsewhere(waiting: &Waiting, statuses: &BTreeMap<usize, Status>, me: usize) -> Vec<(usize, PeerProgress)> {
     if !matches!(waiting.which, Which::Engine(_)) {

@@ -1,5 +1,5 @@
-//! Handles the questions over the store from the first check to the result (`query` is one of them): decides which rank
-//! asks, which rank collects the answers, and what the other ranks read.
+//! Handles the questions over the store, from the first check to the result: decides which rank asks, which rank
+//! collects the answers, and what the other ranks read. `query` is one question.
 //!
 //! A rank that waits and knows of no recent question claims the next number. The first rank to claim a number asks the
 //! question and collects the answers. Ranks pass the soft limit at the same time, so many may claim one number; all
@@ -66,8 +66,8 @@ pub struct Queries {
     connection: usize,
     /// Used only by the thread that reads the store. The lock is never contended; it only makes the type `Sync`.
     state: Mutex<State>,
-    /// Why the store failed. Set by the thread that reads the store; read by any thread, also while that thread waits for
-    /// the store.
+    /// Why the store failed. Set by the thread that reads the store; read by any thread, also while that thread waits
+    /// for the store.
     failure: OnceCell<String>,
 }
 
@@ -111,8 +111,8 @@ impl Queries {
         }
     }
 
-    /// This rank has left the group of `ranks` ranks: removes `own` keys, and if it is the last rank, those that all
-    /// ranks read.
+    /// Called after this rank has left the group of `ranks` ranks. Removes the rank's keys: `own` and those of the
+    /// questions that it has collected. The last rank to leave also removes the keys that all ranks read.
     pub fn leave(&self, ranks: usize, own: &[String]) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if self.failure().is_none() {

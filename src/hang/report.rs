@@ -48,11 +48,11 @@ impl ProcessReport {
 /// operation is not watched.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ages {
-    /// Time since this rank first asked the other one.
+    /// Time since this rank first asked about the operation.
     pub asked: Duration,
-    /// Time since this rank last asked the other one.
+    /// Time since this rank last asked about the operation.
     pub asked_again: Duration,
-    /// Time since the other rank's last answer over the store, or, if it has not answered, since it was first asked.
+    /// Time since the other rank's last answer over the store, or, if it has not answered, since the first question.
     pub answered: Duration,
 }
 

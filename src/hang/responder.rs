@@ -20,8 +20,9 @@ use crate::progress::domain::EventCount;
 /// A group that ends waits at most this long for the answering thread to drop its reference to the group's memory.
 const RELEASE: Duration = Duration::from_millis(50);
 
-/// How long after its end a group's keys stay in the store. When a program ends, all its groups end within this time.
-/// Then no group uses the connection any more, so no keys are removed: the store may already be gone.
+/// A group's keys stay in the store for this long after the group's end. When a program ends, all its groups end within
+/// this time. No keys are removed then, because no group uses the connection any more and the store may already be
+/// gone.
 pub(super) const KEYS_STAY: Duration = Duration::from_secs(2);
 
 /// A group that this rank has left, and whose keys are still in the store.

@@ -22,7 +22,7 @@ pub enum Place {
     At(String),
 }
 
-/// What a thread of this rank waits for.
+/// What a thread or a device of this rank waits for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
     pub group: String,

@@ -144,7 +144,7 @@ impl QueryResult {
 /// The result of a question, as one rank receives it.
 pub struct Outcome {
     pub result: QueryResult,
-    /// On the rank that collected: all answers. On other ranks: their own answer and those of the ranks that
+    /// On the rank that collected, all answers. On another rank, its own answer and those of the ranks that
     /// `Participant::concerned` lists.
     pub answers: BTreeMap<usize, Status>,
     /// The processes of the listed ranks that have not answered, as far as known.
@@ -271,7 +271,7 @@ impl StoreKeys {
     }
 
     /// Called once by each of the `ranks` ranks, after it has left the group. Each removes its `own` keys, which no
-    /// rank reads any more; the last one removes all keys of this file.
+    /// rank reads any more; the last one also removes the keys that all ranks read.
     pub fn leave(&self, ranks: usize, own: &[String]) -> Result<()> {
         own.iter().try_for_each(|key| self.remove_whole(key))?;
         if self.add("left", 1)? < ranks as i64 {

@@ -32,8 +32,8 @@ pub fn start(responder: &Arc<Responder>, connection: usize) {
     responder.look_again(); // the thread may have listed the groups before this one used the connection
 }
 
-/// Returns the threads. Each ends when `stopping` is set and the thread is woken. The caller leaves a thread behind
-/// that waits for its store.
+/// Returns the threads. Each ends when `stopping` is set and the thread is woken. If a thread is still waiting for its
+/// store, the caller leaves it behind.
 pub fn stop(responder: &Responder) -> Vec<JoinHandle<()>> {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
     std::mem::take(&mut *threads).into_iter().map(|(_, thread)| thread).collect()

@@ -53,7 +53,7 @@ pub struct Who {
     pub rank: usize,
     pub ranks: usize,
     pub name: String,
-    /// The backend that runs the operations which the engine cannot run: its name in texts.
+    /// The name, in texts, of the backend that runs the operations which the engine cannot run.
     pub delegate: String,
     /// Process ids of the ranks on this host, as far as known.
     pub processes: BTreeMap<usize, i32>,

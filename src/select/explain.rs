@@ -35,7 +35,8 @@ pub struct Explanation {
     pub past: Option<Past>,
     /// Predicted time of the choice. 0 if the model cannot predict it.
     pub predicted_ns: u64,
-    /// The model's time, scaled to such calls. None if too few were made, and for a call that was made.
+    /// The model's time, scaled to measured times of such calls. None for a call that was made, or if too few were
+    /// measured.
     pub scaled: Option<Scaled>,
     /// Measured time of the choice. None if the table has no line for this size.
     pub measured_ns: Option<u64>,

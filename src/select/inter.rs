@@ -228,6 +228,7 @@ pub fn said_by(desc: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> O
 }
 
 /// The first rule that names an allowed schedule for this operation or, if there is none, the first such table line.
+/// None if a rule for the default (`start`) comes first.
 fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
     let names = |rule: &Rule| match rule.way {
         AlgorithmChoice::Hosts { algorithm, .. } => allowed(algorithm),

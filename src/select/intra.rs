@@ -13,8 +13,8 @@ use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::threads::LEAST_BYTES;
 use crate::types::Kind;
 
-/// The chunk size for a tensor that is read from memory, if each rank has one thread. Two chunks stay in its core's own
-/// cache.
+/// The chunk size for a tensor that is read from memory, if each rank has one thread. A core's own cache holds two
+/// chunks.
 pub const SMALL_CHUNK: usize = 128 << 10;
 /// Time of a call through torch to the core and back, whatever the algorithm.
 const CALL_NS: f64 = 2800.0;

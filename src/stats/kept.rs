@@ -12,8 +12,8 @@
 //! sum 0123456789abcdef
 //! ```
 //!
-//! Rank 0 writes the file when it has left a group that has not failed. A size class that the group has used replaces
-//! the line of that class; the other lines stay. If two processes write at once, the lines of one may be lost.
+//! Rank 0 writes the file when it has left a group that has not failed. A size class of which the group
+//! has timed enough calls replaces the line of that class; the other lines stay. If two processes write at once, the lines of one may be lost.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ const MAX_BYTES: usize = 64 << 10;
 /// A size class is kept only if at least this many of its calls were timed.
 const ENOUGH: u64 = 100;
 
-/// The groups whose calls take the same times on one machine.
+/// What identifies the groups on one machine whose calls take the same times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alike {
     pub ranks: usize,

@@ -117,7 +117,7 @@ pub struct Typical {
 /// This rank's waits for one peer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wait {
-    /// Number of operations that this rank counts against this peer: it came last, or delayed this rank longest.
+    /// Number of operations for which this peer came last, or in which it delayed this rank longest.
     pub count: u64,
     /// Nanoseconds that these operations took from issue to end, without copying and reducing.
     pub total: u64,
@@ -133,9 +133,9 @@ pub struct Fused {
     pub largest: u64,
 }
 
-/// Records in each operation of `ended` that ended without an error which operations it ended with: all that ended in
-/// this pass over the group without an error. A message is counted among them, but its number is not recorded, because
-/// messages have separate numbers. An operation between hosts already has its batch, which stays.
+/// Records in each operation of `ended` that succeeded which operations it ended with: all that succeeded in this pass
+/// over the group. A message is counted among them, but its number is not recorded, because messages have separate
+/// numbers. An operation between hosts already has its batch, which stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);
