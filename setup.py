@@ -112,7 +112,7 @@ def torch_in(folder: Path, among_others: bool) -> Torch:
     found = re.search(r"^__version__ = '(\d+\.(\d+)\.[^'+]+)", (folder / "version.py").read_text(), re.MULTILINE)
     if found is None:
         fail(f"{folder / 'version.py'} has no version")
-    # The name takes torch's major version to be 2, because no torch 3 is in sight.
+    # The name assumes that torch's major version is 2, because no torch 3 is in sight.
     return Torch(folder, found.group(1), f"_C_t2{found.group(2)}" if among_others else "_C")
 
 
@@ -328,8 +328,8 @@ def openmp() -> list[str]:
 def old_libraries() -> tuple[list[str], list[str]]:
     """Further flags of the compiler and of the linker, if the result must load with older libraries.
 
-    cpp/host/old_glibc.cpp has the other half. The C++ compiler's libraries are named as files, because the linker that
-    SAGELLM_LINKER names would take its own."""
+    cpp/host/old_glibc.cpp defines the missing symbols. The C++ compiler's libraries are named as files, because the
+    linker that SAGELLM_LINKER names would take its own."""
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), "-print-file-name="]
     libraries = []
     for name in ("libstdc++.so.6", "libgcc_s.so.1"):

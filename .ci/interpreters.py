@@ -1,4 +1,4 @@
-"""The CPythons and torches that wheels are for, and which of the former this machine has."""
+"""The CPythons and torches that wheels are for, and the CPythons that this machine has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-#: The last torch that has wheels for a CPython, where it is not the newest.
+#: For each CPython that the newest torch has no wheel for: the last torch that has one.
 LAST = {"3.10": "2.11"}
 #: Prints the version and the path of an interpreter that has its headers.
 SHOW = """

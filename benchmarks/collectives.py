@@ -196,7 +196,7 @@ def variant_options(backend: str, variant: str) -> dict[str, Any]:
 
 @contextmanager
 def link_by_ucx(wanted: bool) -> Iterator[None]:
-    """Groups that are made meanwhile use UCX between hosts, over TCP unless UCX_TLS says otherwise."""
+    """If ``wanted``, groups created in the block use UCX between hosts, over TCP unless UCX_TLS is set."""
     if wanted:
         os.environ.setdefault("UCX_TLS", "tcp")
         os.environ["SAGELLM_LINK"] = "ucx"

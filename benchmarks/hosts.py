@@ -311,7 +311,7 @@ def run_layout(args: argparse.Namespace, layout: str, link: str, limit: float) -
 def perftest(ends: list[list[str]], address: str, results: list[Result]) -> dict[str, float]:
     """UCX's own program between the first two hosts: the microseconds of a message one way, by size.
 
-    It is the floor of a link by UCX: it does nothing else, and polls.
+    Its times are the floor for a link by UCX, because it does nothing else, and polls.
     """
     env = {"UCX_TLS": "tcp", **os.environ}
     found = {}

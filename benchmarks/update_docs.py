@@ -59,8 +59,8 @@ BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
 
 KiB, MiB = 1 << 10, 1 << 20
-# Key: the ranks (their number, or each rank's host), link, operation and bytes. Value: the least good ratio of the
-# rival's time to our median, and the rival: gloo (its p10), or this backend without fusion (its median).
+# Key: the ranks (their number, or each rank's host), link, operation and bytes. Value: the smallest good ratio of the
+# rival's time to our median, and the rival: gloo (its time is its p10), or this backend without fusion (its median).
 GOALS: dict[tuple[str, str, str, int], tuple[float, str]] = {
     ("2", "", "all_reduce", 8): (30, "gloo"),
     ("2", "", "all_reduce", 4 * KiB): (30, "gloo"),
@@ -245,7 +245,7 @@ def hosts(runs: list[Run]) -> Table:
 
 
 def leaders(runs: list[Run]) -> Table:
-    """Large operations between hosts: in two groups in which all ranks take part, and in one with one leader a host."""
+    """Large operations between hosts: in two groups in which all ranks take part, and in one with a leader per host."""
     head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
     table = [[*head, "one leader / all ranks", "second group / first"]]
     for run in runs:

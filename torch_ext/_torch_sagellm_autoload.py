@@ -2,8 +2,8 @@
 
 It must therefore do no harm. It is outside the package and needs only the standard library. It executes nothing of the
 package before a group of ours is created, unless ``SAGELLM_AS`` is set. A defect of the package or its variables does
-not break ``import torch``. Its error is raised only when a group is created that this package serves, or that it should
-serve by ``SAGELLM_AS``. If the error is known earlier, one warning reports it.
+not break ``import torch``. Its error is raised only when a group is created whose backend is this package or the one
+that ``SAGELLM_AS`` names. If the error is known earlier, one warning reports it.
 """
 
 from __future__ import annotations

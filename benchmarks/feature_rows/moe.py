@@ -54,7 +54,7 @@ def by_hand(tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     dist.all_to_all_single(came, rows, received, sent)
     local = torch.arange(EACH).repeat(ranks).repeat_interleave(coming)
     sorting = torch.argsort(local, stable=True)
-    by_expert = came[sorting]  # which the experts would read
+    by_expert = came[sorting]  # the experts would read these rows
     came[sorting] = by_expert
     dist.all_to_all_single(rows, came, sent, received)
     rows *= weights.reshape(-1)[order].unsqueeze(1)

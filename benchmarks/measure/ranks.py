@@ -21,7 +21,7 @@ def is_rank() -> bool:
 
 @contextmanager
 def here() -> Iterator[dict[str, Any]]:
-    """Serves the store of the ranks on this host from this process; yields the environment by which they find it."""
+    """Serves the ranks' store from this process; yields the environment by which ranks on this host find the store."""
     # The system chooses the port, as for torchrun, so no free port has to be guessed.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -45,7 +45,7 @@ class Explanation(TypedDict):
     reason: str
     code: int
     decided: str
-    #: Time by the model, the same scaled to calls that were made, and the table's measured time; 0 if unknown.
+    #: The model's time, this time scaled to earlier calls, and the table's measured time; 0 if unknown.
     predicted_ns: int
     scaled_ns: int
     #: The groups that made the calls, as text; "" if there were none.
@@ -204,15 +204,15 @@ class Options:
     #: docs/choosing.md.
     measure_link: bool
     #: Largest number of torch's threads that copy and combine large CPU tensors while a thread of this rank waits, in a
-    #: synchronous call or in ``wait()``. 0: as many as ``torch.get_num_threads()``, but all ranks of a host together
-    #: use at most one per core. Never more than this rank's cores; all ranks of a group use the smallest number of any
-    #: rank. 1 in a forked process. SAGELLM_THREADS overrides it; see docs/tuning.md.
+    #: synchronous call or in ``wait()``. 0 means ``torch.get_num_threads()``, but at most one thread per core for all
+    #: ranks of a host together. No rank uses more threads than it has cores. All ranks of a group use the smallest
+    #: number of any rank. A forked process uses 1. SAGELLM_THREADS overrides it; see docs/tuning.md.
     threads: int
-    #: Number of connections to each process on another host, 1 to 16. Of two processes, the one that wants fewer
-    #: decides; the two keep these connections for all their groups. SAGELLM_LINKS overrides it; see docs/settings.md.
+    #: Number of connections to each process on another host, 1 to 16. Two processes use the smaller of their numbers,
+    #: and keep these connections for all their groups. SAGELLM_LINKS overrides it; see docs/settings.md.
     links: int
-    #: Seconds after which one line of the log reports a pending operation; 0: never; None: as SAGELLM_SOFT_TIMEOUT
-    #: says. Each rank may have its own value; see docs/hangs.md.
+    #: Seconds after which one line of the log reports a pending operation. 0 means never, None means the value of
+    #: SAGELLM_SOFT_TIMEOUT. Each rank may have its own value; see docs/hangs.md.
     soft_timeout: float | None
     #: Whether the ranks compare hashes of the results that should be equal on all ranks: "off", "sampled" (a part of
     #: each) or "all". If ":warn" follows, a difference is logged instead of failing the group. Rank 0's value applies
@@ -420,8 +420,7 @@ def _int8_encode(values: Any, block: int, encoded: Any) -> None: ...
 def _int8_sum(addends: Any, block: int, divisor: float, summed: Any) -> None: ...
 def _int8_decode(encoded: Any, block: int, values: Any) -> None: ...
 
-#: Writes the indices of the elements of largest magnitude into `places` (int32), in ascending order, as many as it
-#: holds.
+#: Fills `places` (int32) with the indices of the elements of largest magnitude, in ascending order.
 def _largest(values: Any, places: Any) -> None: ...
 
 # The rows of a mixture of experts (src/routing.rs), in tensors of int64. `taken` has, for each rank and expert, how

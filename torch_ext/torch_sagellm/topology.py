@@ -59,7 +59,7 @@ class TopologyInfo:
         object.__setattr__(self, "devices", tuple(names))
 
     def is_fully_connected_nvlink(self) -> bool:
-        """True if no pair of devices communicates through PCIe or a network."""
+        """Whether NVLink connects every pair of devices (``full_nvlink``)."""
         return self.full_nvlink
 
     def option(self) -> str:
@@ -158,7 +158,7 @@ class TopologyManager:
         return json.dumps(asdict(self.topology))
 
     def is_fully_connected_nvlink(self) -> bool:
-        """True if no pair of devices communicates through PCIe or a network."""
+        """Whether NVLink connects every pair of devices (``full_nvlink`` of the topology)."""
         return self.topology.is_fully_connected_nvlink()
 
     def select_all_reduce_algorithm(self, data_size: int, num_devices: int) -> str:

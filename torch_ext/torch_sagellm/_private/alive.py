@@ -1,12 +1,11 @@
 """Whether the process of a rank on another host still runs, for `torch_sagellm.recover`.
 
-Each process that has groups over several hosts or under a delegate listens at one port of the address at which the
-group listens, but accepts no connection to serve it. The kernel completes the handshake, even if the process is stopped
-or busy. When the process ends for any reason, its connections break and a new one is refused. A refused connection is
-the only evidence that the process is gone. A connection that is closed in order is no evidence, because the process
-closes waiting connections to empty the queue. If a host is unreachable, or the queue of the port is full, no answer
-comes, and that is no evidence either. The connections of gloo and of the link cannot be used, because a live rank whose
-group failed has closed them.
+Each process that has groups over several hosts or under a delegate listens at a port of the groups' address, but never
+serves a connection there. The kernel completes the handshake, even if the process is stopped or busy. When the process
+ends for any reason, its connections break and a new one is refused. A refused connection is the only evidence that the
+process is gone. A connection that is closed in order is no evidence, because the process closes waiting connections to
+empty the queue. If a host is unreachable, or the queue of the port is full, no answer comes, and that is no evidence
+either. The connections of gloo and of the link cannot be used, because a live rank whose group failed has closed them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ UNKNOWN = "unknown"
 #: Backlog of the port: connections that may wait at it, up to the limit of the system. The process closes them when it
 #: creates its next group or recovers.
 WAITING = 4096
-#: Seconds after which a host that did not answer is asked again.
+#: Seconds between two attempts to connect to the process of one rank.
 PAUSE = 1.0
 
 _lock = threading.Lock()

@@ -22,8 +22,7 @@ from torch_sagellm._private.texts import printable
 #: Prefix of the delegate's keys, which must differ from the rendezvous's keys in the same store.
 PREFIX = "delegate"
 DEFAULT = "gloo"
-#: Seconds beyond the timeout after which the caller stops waiting for the other ranks' errors, because the store may be
-#: gone.
+#: Seconds after the timeout. Then the caller stops waiting for the other ranks' errors, because the store may be gone.
 GRACE = 1.0
 #: Seconds between two checks in the store for the failure of another rank.
 LOOK = 0.1

@@ -1,4 +1,4 @@
-"""The limit of open files, which is compared with what a group will open before it opens anything."""
+"""Checks, before a group opens any file, that the limit of open files allows all that it will open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Lack(NamedTuple):
 
 
 def lack(needed: int) -> Lack | None:
-    """The facts of a lack of file descriptors, if ``needed`` more are too many; otherwise None."""
+    """The limit and the number of open files if ``needed`` more would exceed the limit; otherwise None."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Checks options: the arguments of ``Options``, which C++ passes to this module, and those of a group that is made.
+"""Checks options: the arguments of ``Options``, which C++ passes to this module, and those of a new group.
 
 The error for an unknown name suggests the nearest option.
 """
@@ -93,8 +93,8 @@ def overridden(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check(options: Any) -> None:
-    """Checks all options of a group that is about to be made, because a program may have set their attributes after
-    ``apply`` had checked them. Also spells words as the core expects them."""
+    """Checks all options before a group is created, because a program may have set attributes after ``apply`` checked
+    them. Also spells words as the core expects them."""
     options.vendor = options.vendor or "auto"
     for name in OPTIONS:
         value = getattr(options, name)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import _torch_sagellm_autoload
 
 NAME = "sagellm"
-#: If it is switched on, peers can reach all CPU tensors of 16 KiB or more that torch allocates after the first group.
+#: This switch lets peers reach all CPU tensors of 16 KiB or more that torch allocates after the first group.
 SHARED = "SAGELLM_SHARED_TENSORS"
 #: The folder for the status file of this process, for `torch-sagellm health` and `torch-sagellm top`.
 STATUS = "SAGELLM_STATUS_DIR"
@@ -69,7 +69,7 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
-    """Builds the backend after the ranks have met, with a link or a delegate if they decided so."""
+    """Meets the other ranks, then builds the backend with what they decided on: a link, a delegate or neither."""
     from torch_sagellm._private import address, alive, variables
     from torch_sagellm._private import delegate as _delegate
 
@@ -96,7 +96,7 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
     links = max(ours.links, len(chosen) if os.environ.get(address.OURS, "").strip() else 1)
     link = variables.link(os.environ)
     if names := address.interfaces(address.OURS):
-        link += ":" + ",".join(names)  # those that UCX uses
+        link += ":" + ",".join(names)  # the interfaces that UCX uses
     return decided.build(*_delegate.make(ours.delegate, options, decided, chosen, links, link))
 
 
@@ -113,7 +113,7 @@ def inherited(extension: ModuleType, options: Any) -> Any:
     """The options of a group for which none were passed, as in ``new_group(ranks)`` or a ``DeviceMesh``.
 
     They are copied from a group of ours that contains all ranks of the new group, so that each of these ranks finds the
-    same one: the default group if it is one, otherwise the group that was created first. If there is no such group, the
+    same group. The default group is tried first, then the others in the order of their creation. If no group fits, the
     defaults are used.
     """
     from torch.distributed import distributed_c10d as c10d

@@ -1,8 +1,8 @@
 """Checks the values of this package's environment variables: when the first group is created, and in ``doctor``.
 
 An invalid value of a variable that overrides an option, or that chooses the link, makes every group fail
-(``Rule.is_refused``). For the others it has the effect that ``Rule.then`` states, usually that of the default; each
-process warns once, so that the value is noticed.
+(``Rule.is_refused``). An invalid value of another variable has the effect that ``Rule.then`` states, usually the
+default's, and each process warns once.
 """
 
 from __future__ import annotations

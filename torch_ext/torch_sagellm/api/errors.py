@@ -10,8 +10,8 @@ from torch.distributed import DistBackendError
 
 Result = TypeVar("Result")
 
-#: The beginning of the core's report that the deadline of an operation passed (tests/golden/timeout.txt). The words
-#: count nowhere else: a report of another failure may quote them, from a library or from the program's own error.
+#: The beginning of the core's report that the deadline of an operation passed (tests/golden/timeout.txt). These words
+#: elsewhere in a text mean nothing, because the report of another failure may quote them.
 _TIMED_OUT = re.compile(
     r"sagellm: rank \d+ (of group '[^'\n]*' Timed out after \d+(\.\d+)? s in |Timed out waiting for rank \d+ )"
 )

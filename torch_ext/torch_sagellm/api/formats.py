@@ -106,11 +106,11 @@ class Half(Compression):
 class Int8(Compression):
     """Integers from -127 to 127 with a float32 scale for each block of a flat tensor.
 
-    Every rank sums one part: it receives this part of all ranks by an all_to_all, and an all_gather distributes the
+    Every rank sums one part: it receives this part from all ranks by an all_to_all, and an all_gather distributes the
     sums. If m is the largest magnitude of a block, each addend has an error of at most m / 254; the sum then has
-    another such error for its own m. If a host of several has two or more ranks, each host is summed first, in full
-    precision, and its sum is then one addend. A host then sends 25.4 % of what it would send in a plain all_reduce, for
-    any number of its ranks.
+    another such error for its own m. With several hosts, of which at least one has two or more ranks, each host is
+    summed first, in full precision, and its sum is one addend. A host then sends 25.4 % of what it would send in a
+    plain all_reduce, for any number of its ranks.
 
     Args:
         block: number of elements that share a scale, at least 1 (ValueError).
@@ -180,11 +180,11 @@ class TopK(Compression):
     call.
 
     No element is lost, only delayed: the sum over all calls equals that of plain calls, except for the remainder at the
-    end, which ``residual(key)`` returns. If a host of several has two or more ranks, each host is summed first, and as
-    many of its ranks as the smallest host has select elements, each of its part of that sum. A host then sends the same
-    amount for any number of its ranks. An element is sent with its 32-bit index to every other rank (host). A
-    tensor is identified by its ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a
-    parameter is dropped with the parameter. A call that fails changes no remainder.
+    end, which ``residual(key)`` returns. With several hosts, of which at least one has two or more ranks, each host is
+    summed first. If the smallest host has n ranks, n ranks of each host then select elements, each from its part of the
+    host's sum. So a host sends the same amount for any number of its ranks. An element is sent with its 32-bit index to
+    every other rank (host). A tensor is identified by its ``key``: a number, a name, or the parameter whose gradient it
+    is. The remainder of a parameter is dropped with the parameter. A call that fails changes no remainder.
 
     Args:
         ratio: more than 0 and at most 1 (ValueError).
@@ -351,13 +351,13 @@ def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
     return list(zip(key, sizes, strict=True))
 
 
-#: For each group: the hosts of its ranks, and how the ranks of a host are summed first. Filled in the group's first
+#: For each group: the host of each rank, and the groups that sum each host first, if any. Filled in the group's first
 #: compressed call.
 _places: Any = WeakKeyDictionary()
 
 
 def hosts_of(group: Any) -> tuple[list[Any], hosts.Hosts | None]:
-    """The host of each rank; and how hosts are summed first, or None if not. Collective in a group's first call."""
+    """The host of each rank, and the groups that sum each host first, if any. Collective in a group's first call."""
     base = dist.group.WORLD if group is None else group
     if base not in _places:
         where = hosts.names(base)
@@ -367,7 +367,7 @@ def hosts_of(group: Any) -> tuple[list[Any], hosts.Hosts | None]:
 
 
 def forget(group: Any) -> hosts.Hosts | None:
-    """Drops the entry of a group that ends, and returns how its ranks were placed on hosts."""
+    """Drops the entry of a group that ends; returns its ``Hosts``, or None if its hosts were not summed first."""
     among: hosts.Hosts | None = _places.pop(group, (None, None))[1]
     return among
 
@@ -380,7 +380,7 @@ def _agreed(called: list[bool]) -> None:
     """Raises the error of a sum that other ranks called as an average; all ranks raise it, and no tensor has changed.
 
     ``called``: whether each rank asked for an average. Sums and averages send the same number of bytes, so a mark in
-    the data says to which of the two it belongs.
+    the data says which of the two the rank called.
     """
     if any(called) and not all(called):
         raise dist.DistBackendError(
@@ -390,7 +390,7 @@ def _agreed(called: list[bool]) -> None:
 
 
 def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) -> list[bool]:
-    """Adds what the other ranks of this host have seen: each has exchanged data with one rank of every host."""
+    """Adds what the other ranks of this host have received: each exchanges data with one rank of every host."""
     if not called or not among.even:  # ranks of uneven hosts have compared before (`_part_of_host`)
         return called
     own = like.new_tensor([float(any(called)), float(all(called))], dtype=torch.float32)
@@ -402,7 +402,7 @@ def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) 
 def _part_of_host(flat: torch.Tensor, group: Any, among: hosts.Hosts, divisor: int) -> torch.Tensor:
     """This rank's part of its host's sum: the same number of elements on every rank, padded with zeros.
 
-    A rank whose place not all hosts have gets memory of that size, which means nothing.
+    If not all hosts have this rank's place, the rank has no part, and gets uninitialized memory of that size.
     """
     parts = len(among.columns)
     size = math.ceil(flat.numel() / parts)
@@ -411,7 +411,7 @@ def _part_of_host(flat: torch.Tensor, group: Any, among: hosts.Hosts, divisor: i
     if among.even:
         dist.reduce_scatter_tensor(part, padded, group=among.inside)
         return part
-    # Ranks without a part take no part between the hosts, so no mark says what they called: all compare first.
+    # Ranks without a part send nothing between hosts, so no mark says what they called. So all ranks compare first.
     every = flat.new_empty(dist.get_world_size(group), dtype=torch.float32)
     dist.all_gather_into_tensor(every, every.new_tensor([float(divisor > 1)]), group=group)
     _agreed([bool(each) for each in every.tolist()])

@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class ResultFuture(torch.futures.Future[Result]):  # type: ignore[misc]  # torch has no annotations for mypy
-    """The future of a Work whose ``wait()`` returns ``result``, which is on these devices."""
+    """The future of a Work. Its ``wait()`` returns ``result``, which is on ``devices``."""
 
     def __init__(self, work: Any, result: Result, devices: list[torch.device] | None) -> None:
         super().__init__(devices=devices)

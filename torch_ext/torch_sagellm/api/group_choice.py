@@ -38,7 +38,7 @@ class GroupSettings:
     fusion: bool
     timeout: timedelta | None
     soft_timeout: float | None
-    #: It does not matter to a group that exists.
+    #: Does not count in comparisons, because it has no effect on a group that exists.
     retry: int = field(compare=False)
 
     @classmethod
@@ -92,7 +92,7 @@ class GroupSettings:
         )
 
     def _also(self) -> tuple[str, ...]:
-        # "auto" may select a vendor's library by itself, but never the way through host memory.
+        # "auto" may select a vendor's library by itself, but never the path through host memory.
         return () if self.vendor == "host" else ("auto",)
 
     def options(self) -> Any:

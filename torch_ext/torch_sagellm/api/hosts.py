@@ -26,8 +26,8 @@ class Hosts:
     host_of: list[list[int]]
     #: For each place that all hosts have: the ranks that have it, one on each host.
     columns: list[list[int]]
-    #: This rank's place; the group of the ranks with the same place (`across`; of this rank alone if not all hosts have
-    #: this place), and of the ranks on this host (`inside`, in the order of the places).
+    #: This rank's place. `across` is the group of the ranks with this place, or of this rank alone if not all hosts
+    #: have the place. `inside` is the group of this host's ranks, in the order of their places.
     place: int
     across: Any
     inside: Any

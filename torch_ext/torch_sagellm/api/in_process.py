@@ -120,8 +120,8 @@ class Topology:
         #: Class and text of the error after which no call is accepted. The error object itself would keep its stack
         #: alive.
         self._failure: tuple[Callable[[str], Exception], str] | None = None
-        #: Functions to run after calls of a backward pass (`gradients`). The thread that finds a call ended runs its
-        #: function.
+        #: Functions to run after calls of a backward pass (`gradients`). The thread that notices the end of a call runs
+        #: its function.
         self._following: list[tuple[Call, Callable[[], None]]] = []
 
     @property

@@ -36,7 +36,7 @@ ABORT = 1
 PAUSE = 0.02
 #: Seconds after which the end of a process is known for certain, unless its host is unreachable.
 NOTICED = 2.0
-#: Seconds after which the hosts of ranks that have not called are asked about them. Most ranks call within this time.
+#: Seconds after which a rank asks the hosts of ranks that have not called. Most ranks call within this time.
 QUIET = 0.2
 PREFIX = "sagellm/recover"
 
@@ -273,7 +273,10 @@ class _Conversation:
         return members, fresh
 
     def _agree_on_members(self) -> tuple[list[int], bool]:
-        """Waits until every candidate has called or is known to be gone. The first rank to see this decides for all."""
+        """Waits until every candidate has called or is known to be gone. The first rank to see this decides for all.
+
+        With ``leave_silent``, the timeout also ends the wait for ranks that are not known to be alive.
+        """
         begin = time.monotonic()
         while True:
             late = time.monotonic() >= begin + self.seconds
@@ -330,8 +333,8 @@ class _Conversation:
             building.wait(PAUSE)
 
     def _failure(self, outcome: str) -> Exception:
-        """The error that the ranks have decided to raise. Its text does not choose the class, because the text may
-        quote an error of some rank."""
+        """The error that the ranks have decided to raise. Its class does not depend on its text, because the text may
+        quote another rank's error."""
         error: Exception
         try:
             found = json.loads(outcome)
@@ -345,7 +348,7 @@ class _Conversation:
         return error
 
     def _look(self, waited_for: set[int], since: float) -> None:
-        """For ranks on other hosts that have not called: asks their hosts whether their processes exist."""
+        """Asks other hosts whether the processes of the ranks in ``waited_for`` exist there."""
         if time.monotonic() >= since + QUIET:
             here = {self.rank, *self.backend._gone(), *self.backend._watched()}
             for rank in waited_for - here - self.heard.gone:

@@ -83,7 +83,7 @@ def _hash(name: str, tensor: torch.Tensor) -> int:
 
 
 def _verdict(hashes: list[int]) -> str:
-    """Which ranks differ, from the hash of each: the ranks outside a majority, or without one the ranks that agree."""
+    """Names the ranks outside the majority, from each rank's hash; without a majority, each set of ranks that agree."""
     (most, count), *_ = Counter(hashes).most_common()
     if 2 * count > len(hashes):
         odd = [rank for rank, each in enumerate(hashes) if each != most]

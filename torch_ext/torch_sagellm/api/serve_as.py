@@ -18,7 +18,7 @@ from typing import Any
 
 import _torch_sagellm_autoload
 
-#: If it is set to "gloo", `_torch_sagellm_autoload` calls ``serve_as("gloo")`` as soon as torch is imported.
+#: If this variable is "gloo", `_torch_sagellm_autoload` calls ``serve_as("gloo")`` as soon as torch is imported.
 VARIABLE = _torch_sagellm_autoload.AS
 NAMES = _torch_sagellm_autoload.SERVED
 CLASS = "ProcessGroupGloo"
@@ -47,8 +47,8 @@ def serve_as(name: str = "gloo") -> None:
     This applies to ``init_process_group``, ``new_group``, ``DeviceMesh``, "cpu:gloo,cuda:nccl" and calls of the class
     ``ProcessGroupGloo``. ``get_backend()`` still returns "gloo", so that programs' own checks pass. The log says once
     that sagellm serves them, and ``describe()`` of each backend says so too. All ranks of a group must do the same.
-    Existing groups do not change. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment has the same
-    effect.
+    Existing groups do not change, and groups with ``enable_reconfigure`` remain torch's own. A second call does
+    nothing. ``SAGELLM_AS=gloo`` in the environment has the same effect.
 
     It raises a ValueError for another name, and a RuntimeError if this torch creates its groups in an unknown way.
 

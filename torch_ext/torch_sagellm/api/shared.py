@@ -234,8 +234,8 @@ def share_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
 
 
 class _NewBuckets:
-    """Keeps a block open from the call of a replica until its model begins, because torch creates the buckets in this
-    time.
+    """Keeps a block open from the call of a replica until its model begins, because torch creates the buckets
+    meanwhile.
 
     Copies of the model have its hooks too; the hooks of a copy do nothing.
     """

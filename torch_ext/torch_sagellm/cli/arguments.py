@@ -122,7 +122,7 @@ def option(name: str) -> str:
 
 
 def refuse(parsed: argparse.Namespace, beside: str, names: Iterable[str]) -> None:
-    """Raises a ValueError if one of these options was given; together with the option ``beside`` it has no effect."""
+    """Raises a ValueError if one of these options was given, because it has no effect together with ``beside``."""
     for name in names:
         if getattr(parsed, name) is not None and getattr(parsed, name) is not False:
             raise ValueError(f"{option(name)} has no effect with {beside}")

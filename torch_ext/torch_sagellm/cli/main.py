@@ -311,7 +311,7 @@ def _close_stdout() -> None:
 
 
 def _is_told(error: Exception) -> bool:
-    """Whether an error of the library names its cause, so that a traceback would add nothing: it is no bug of ours."""
+    """Whether an error of the library names its cause and is no bug of ours, so that a traceback adds nothing."""
     return str(error).startswith("sagellm") and "internal error" not in str(error)
 
 

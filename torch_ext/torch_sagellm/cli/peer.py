@@ -189,7 +189,7 @@ def _tell(mine: Side, theirs: Side) -> None:
 def _judge(mine: Side, theirs: Side, results: tuple[dict[str, str], dict[str, str]], leads: bool) -> Iterator[Finding]:
     """Yields findings.
 
-    ``results``: for each address why it could not be reached, or ""; first as tried by this host, then by the other.
+    ``results`` has this host's attempts, then the other's: for each address "", or why it could not be reached.
     """
     for who, side in (("this host", mine), ("the other host", theirs)):
         if side.problem:

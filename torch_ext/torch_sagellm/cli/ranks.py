@@ -44,8 +44,8 @@ def run(
 ) -> tuple[list[Ended], Any]:
     """Runs `run_rank(rank, count, port, *words)` of a command on every rank, and kills ranks that take too long.
 
-    Returns how the ranks ended, and the store in which they met. With `shown`, the stdout or the stderr of this
-    process, the ranks print there instead of into the returned outputs.
+    Returns how the ranks ended, and the store in which they met. If `shown` is given (the stdout or stderr of
+    this process), the ranks print there instead of into the returned outputs.
     """
     from torch.distributed import TCPStore
 

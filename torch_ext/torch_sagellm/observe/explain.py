@@ -29,7 +29,7 @@ ALIASES = {
 }
 #: Operations with one choice for all sizes: a barrier has no bytes, and no rank alone knows those of an all_to_all.
 WITHOUT_SIZE = ("barrier", "all_to_all")
-#: Remarks on times by the model: between hosts, where the group has measured the link; and on one host.
+#: The basis of the model's times, as text: for a group over several hosts, and for a group on one host.
 BY_LINK = "by the link as it was measured"
 ELSEWHERE = "by constants of another machine"
 #: Prefix of the path of device tensors that go through host memory.
@@ -115,8 +115,8 @@ class Explanation:
     decided: str
     #: What carries the operation, as text: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
-    #: Predicted seconds: the cost model scaled to calls of this group or, before it has made such calls, of earlier
-    #: groups on this machine (``scaled_by`` says which); without any, ``by_model``.
+    #: Predicted seconds: the cost model's time, scaled to calls of this group or, before it has made such calls, of
+    #: earlier groups on this machine (``scaled_by`` says which). If there were none, it equals ``by_model``.
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None

@@ -30,7 +30,7 @@ HELP = {
 
 
 def size_range(nbytes: float) -> str:
-    """The range of a size, such as ``4-5KB``: rounded down in its unit, a power of 1024, and the next number."""
+    """The range of a size, such as ``4-5KB``: the size in its unit (a power of 1024), rounded down, and one more."""
     if nbytes < 1:
         return "0B"
     unit = min(int(math.log2(nbytes) // 10), len(UNITS) - 1)

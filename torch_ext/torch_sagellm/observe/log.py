@@ -39,7 +39,7 @@ def core_level(python_level: int) -> int:
 def configure(extension: ModuleType) -> None:
     """Reads ``SAGELLM_LOG`` and sets the core's level.
 
-    Called when a group is created, so later changes of logging apply.
+    Called when a group is created, so changes of logging apply from the next group on.
     """
     text = os.environ.get(VARIABLE, "").strip().lower()
     text = {"warning": "warn", "none": "off"}.get(text, text)

@@ -14,7 +14,7 @@ from typing import Any
 from torch_sagellm._private import load
 from torch_sagellm.observe import watch
 
-#: Our operations, and NCCL's names of those that it counts.
+#: NCCL's name of each operation that it counts, by our name.
 NAMES = {
     "broadcast": "Broadcast",
     "reduce": "Reduce",

@@ -59,9 +59,9 @@ def text_of(number: int) -> str:
 
 
 def place_of_thread(thread: int) -> str:
-    """Where a thread is, as "FILE:LINE in FUNCTION", by its ``threading.get_ident``.
+    """Where the thread with this ``threading.get_ident`` is, as "FILE:LINE in FUNCTION".
 
-    For an unknown thread: where the main thread is.
+    For an unknown thread it returns where the main thread is.
 
     A frame of Python's library is skipped if the program called it, because a waiting thread is often in such a frame.
     """

@@ -293,8 +293,8 @@ def _once(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def _aligned(slices: list[Slice]) -> tuple[list[Slice], dict[int, int]]:
-    """Shifts every rank's times so that, by the median, its collectives end when they end on another rank: the lowest
-    one with which it has collectives in common."""
+    """Shifts every rank's times so that, in the median, its collectives end when they end on the lowest rank with which
+    it shares collectives."""
     ends: dict[int, dict[tuple[str, str, int], int]] = {}
     for each in slices:
         if each.end is not None and each.number and each.kind in TOGETHER:

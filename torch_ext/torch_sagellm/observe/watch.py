@@ -148,8 +148,8 @@ def ended_in_order(folder: str | os.PathLike[str]) -> int:
 
 
 def nobody(folder: Path, every: Sequence[Process], ranks: Sequence[int] | None) -> str:
-    """The reason why there is no process to judge. ``every``: all processes of the folder, on any host and of any
-    rank."""
+    """The reason why there is no process to judge. ``every`` has all processes of the folder, of all hosts and
+    ranks."""
     if every and ranks:
         there = ", ".join(str(each.rank) for each in every)
         return f"none of the ranks that were named has written its status; there are those of {there}"
@@ -182,7 +182,7 @@ def _condition(raw: dict[str, Any], age: float, own: Here) -> str:
 
 # ------------------------------------------------------------------------------------------------- health
 
-#: Kinds of operations whose numbers count apart from those of collectives.
+#: Kinds of operations that are numbered separately from collectives.
 MESSAGES = ("send", "recv")
 #: Exit codes of a probe; 0 means ready. 2 is not used, because it means wrong arguments.
 READY, NOT_READY, FAULT, DEAD = 0, 1, 3, 4
@@ -205,8 +205,8 @@ def health(
 ) -> Health:
     """Judges processes. At least ``expected`` must exist.
 
-    No operation may be pending for longer than ``stall`` seconds. Among ``known`` the ranks are looked up that have not
-    made such an operation; None means the judged processes.
+    No operation may be pending for longer than ``stall`` seconds. If one is, ``known`` (None means the judged
+    processes) is searched for the ranks that have not called it.
     """
     every = list(processes)
     peers = every if known is None else list(known)

@@ -49,7 +49,7 @@ class MoEDispatcher:
     """Sends tokens to experts that are distributed over several ranks, and sends the results back.
 
     Experts are numbered over the ranks: with E experts on n ranks, rank r has the E / n experts from r * E / n on. Each
-    direction is one all_to_all whose sizes follow the routing; many rows for experts of this rank are not part of it.
+    direction is one all_to_all whose sizes follow the routing. In a large call, rows for experts of this rank skip it.
     ``dispatch`` first gathers the counts of all ranks, except with ``pad``, because all counts are then known.
     Gradients pass in both directions, once (not gradients of gradients). On CPUs the dispatcher keeps the memory of
     large exchanges for the next call.
@@ -255,7 +255,7 @@ class MoEDispatcher:
     def _memory(self, rows: int, like: Tensor) -> Tensor:
         """Uninitialized rows like those of ``like``.
 
-        On the CPU this is memory of an earlier call if there are many, because its pages are already populated.
+        On the CPU, many rows reuse memory of an earlier call, because its pages are already populated.
         """
         width = like.shape[1]
         if rows * width >= _MANY and like.is_cpu:

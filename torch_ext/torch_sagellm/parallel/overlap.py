@@ -125,8 +125,8 @@ class OverlapScheduler:
         backend: a backend of ``create_comm_backend``; None means the one that it returns without arguments.
         op: how the results are combined: "sum", "avg", ...
         depth: the largest number of operations in flight, at least 1; at the limit, the oldest one is waited for first.
-        calibrate: steps of each kind that ``step()`` measures, at least 1. With few of them, a step that something else
-            slows down decides.
+        calibrate: steps of each kind that ``step()`` measures, at least 1. With few of them, a single
+            slow step may decide.
 
     Raises:
         ValueError: ``depth`` or ``calibrate`` is less than 1. Raised from ``schedule_layer`` and ``schedule``: the op
@@ -174,8 +174,8 @@ class OverlapScheduler:
     def schedule(self, tensor: torch.Tensor) -> OverlapHandle:
         """Begins to combine ``tensor``, for example a bucket of gradients, in place.
 
-        The tensor must not change until the operation has ended. In a step of ``step()`` without overlap, it has ended
-        when this returns.
+        The tensor must not change until the operation has ended. In a ``step()`` without overlap, the operation has
+        ended when this returns.
         """
         if self._serially:
             return self._combine(tensor)
