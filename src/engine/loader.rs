@@ -1,7 +1,7 @@
-//! Finds a library of others at run time, and looks up functions in it: the libraries of vendors, and UCX.
+//! Finds a vendor's library or UCX at run time, and looks up functions in it.
 //!
-//! The following places are searched in this order. The first file that can be opened is used; the error lists every
-//! file that was tried:
+//! Uses the first file that can be opened. If none can be opened, the error lists the files that were tried. The places
+//! are searched in this order:
 //! 1. the path that the user names (option `vendor`, otherwise the variable `SAGELLM_<KEY>_LIBRARY`). If it cannot be
 //!    opened, no other file is tried, because the user chose this one;
 //! 2. the copy that this process has already loaded, usually by torch, so that there are never two copies;
@@ -113,7 +113,7 @@ impl Library {
         self.address(name).is_some()
     }
 
-    /// Those of `names` that the library does not have.
+    /// Returns the names in `names` that the library does not have.
     pub fn missing(&self, names: &[&'static str]) -> Vec<&'static str> {
         names.iter().copied().filter(|name| !self.has(name)).collect()
     }

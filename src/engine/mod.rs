@@ -1,6 +1,6 @@
 //! The engines that run the operations of a group: `shm` for ranks that are processes of one host, `multihost` for
 //! ranks on several hosts, `solo` for a group of one rank, `delegate` if another backend serves the group. A group uses
-//! them only as an [`Engine`] and its [`Control`]; only `group/builder.rs` makes one, and `group/local.rs` for tests.
+//! its engine only as an [`Engine`] and its [`Control`]. `group/builder.rs` makes it, in tests also `group/local.rs`.
 //! `device` has the libraries of accelerators; `loader` opens libraries at run time. `local` has areas and links for
 //! ranks that are threads (feature `testing`).
 
@@ -51,9 +51,9 @@ pub trait Engine: Send {
     ///
     /// For each operation an engine records its size and path (`Op::record_load`, `Op::record_choice`), which
     /// statistics and explanations use. It calls `Op::prepare` before it first reads the inputs, and `Op::store_back`
-    /// after it wrote the last output, because strided tensors are copied there. It calls `Op::release` when it no
-    /// longer needs the memory although the operation continues. When the operation ends, the engine adds it to
-    /// `ended`. `solo` is the shortest example.
+    /// after it wrote the last output; these two copy strided tensors. It calls `Op::release` when it no longer needs
+    /// the memory although the operation continues. When the operation ends, the engine adds it to `ended`. `solo` is
+    /// the shortest example.
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()>;
 
     /// Whether the engine has this operation and will end it or return it from `take_pending`.
@@ -111,7 +111,7 @@ pub enum Blockers {
     /// An earlier operation of this rank, which must come first.
     Earlier(Arc<Op>),
     /// It is not known for which operation or ranks the operation waits. The text says what is known. None if this rank
-    /// sees nothing of it without asking.
+    /// knows nothing before it asks its peers.
     Unknown(Option<String>),
 }
 
@@ -122,7 +122,7 @@ pub enum PeerProgress {
     NotEntered(Option<LastCall>),
     /// The rank has entered the operation and has not finished its part.
     Entered,
-    /// The rank waits in another operation, whose number is the same as that of this one, or higher.
+    /// The rank waits in another operation, which has the same number as this operation or a higher one.
     CalledOther,
     /// Nothing is known of the rank.
     Unknown,
@@ -184,7 +184,8 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// Whether the engine's own threads run its operations. If so, waiting threads drive operations only by `poll`.
+    /// Whether the engine's own threads run its operations. If so, waiting threads call `Control::poll` instead of
+    /// `Engine::poll`.
     fn has_threads(&self) -> bool {
         false
     }
@@ -250,10 +251,10 @@ pub const LAUNCHES_KEPT: u64 = 16;
 /// The values on which all ranks must agree for a launch on devices. Several calls with one number have one signature.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signed {
-    /// `op::signature` of the call. For several calls, that of the first one, but with the sum of all calls' bytes.
+    /// `op::signature` of the call. For several calls, the first call's signature with the sum of all calls' bytes.
     pub signature: u64,
-    /// A hash of the lists of sizes and, for several calls, of their signatures. 0 if there is neither. If `has_share`,
-    /// it is this rank's share of a sum over all ranks (`BlockSizes::share`) instead.
+    /// A hash of the calls' signatures and lists (of tensors or sizes). 0 for a single call without a list. If
+    /// `has_share`, it is this rank's share of a sum over all ranks (`BlockSizes::share`) instead.
     pub lists: u32,
 }
 
@@ -299,9 +300,9 @@ impl BlockSizes<'_> {
         })
     }
 
-    /// This rank's share of a sum that is 0 if every rank sends to every other rank what that rank expects: each size
-    /// is hashed with its sender and receiver; the sender adds the hash and the receiver subtracts it. So one word per
-    /// rank is enough for any number of ranks, and no rank needs the list of another.
+    /// This rank's share of a sum over all ranks. The sum is 0 if every rank sends to every other rank what that rank
+    /// expects. Each size is hashed with its sender and receiver; the sender adds the hash and the receiver subtracts
+    /// it. So one word per rank is enough for any number of ranks, and no rank needs the list of another.
     fn share(&self) -> u32 {
         let word = |from: usize, to: usize, bytes: u64| {
             let mixed = ((from as u64) << 32 | to as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ bytes;
@@ -336,7 +337,7 @@ pub trait Monitor {
     fn hopeless(&self, _turn: u64) -> Option<Error> {
         None
     }
-    /// Called when this rank no longer waits.
+    /// Called when this rank no longer waits in a barrier.
     fn left_off(&self) {}
 }
 

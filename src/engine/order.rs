@@ -1,10 +1,10 @@
 //! Orders a rank's messages among its other operations (rule 4): decides for which operations a message must wait, and
 //! when it may start.
 //!
-//! A message that must wait is *held*. It counts what it waits for: each earlier operation on its memory, until the
-//! engine no longer uses that operation's memory; and each earlier held message that it must not overtake, until that
-//! message starts. Each of these has a list of its followers. So the time to post or start a message does not depend on
-//! how many messages wait.
+//! A message that must wait is *held*. It waits for each earlier operation on its memory until the engine no longer
+//! uses that operation's memory. It also waits for each earlier held message that it must not overtake, until that
+//! message starts. It has a count of these operations, and each of them has a list of its followers. So the time to
+//! post or start a message does not depend on how many messages wait.
 
 #![allow(unsafe_code)] // copies the memory of a send
 

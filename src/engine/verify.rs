@@ -35,9 +35,9 @@ const RUN: usize = 4096;
 /// This many bytes are hashed at a time, so that a waiting thread soon checks signals and deadlines again.
 pub const STEP: usize = 256 << 20;
 
-/// The result of an operation, if it is equal on all ranks by contract: the outputs, or on a broadcast's root its data.
-/// None if outputs share memory, which is possible for an all_gather on some ranks: there a later block overwrites an
-/// earlier one.
+/// The memory of an operation's result: the outputs, or on the root of a broadcast the inputs. None if the result may
+/// differ between ranks by contract. Also None on a rank whose outputs of an all_gather share memory, because there a
+/// later block overwrites an earlier one.
 pub fn result(request: &Request) -> Option<&[Span]> {
     match request.kind {
         Kind::AllReduce => Some(request.outputs()),

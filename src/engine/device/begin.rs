@@ -19,9 +19,9 @@ use crate::error::{Error, Result};
 use crate::types::{Few, Kind};
 
 impl DeviceEngine {
-    /// Checks and lowers the calls of one launch, finds their communicator, and takes their numbers. Only the first
-    /// call that needs a communicator waits: until all ranks of the communicator have called. If this fails, nothing
-    /// was sent.
+    /// Checks and lowers the calls of one launch, finds their communicator, and takes their numbers. The first call
+    /// that needs a communicator waits until all ranks of the communicator have called; later calls do not wait. If
+    /// this fails, nothing was sent.
     pub fn begin(
         self: &Arc<Self>,
         calls: &[DeviceRequest<'_>],

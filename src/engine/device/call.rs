@@ -158,7 +158,7 @@ impl DeviceCall {
         group.fail(Error::system(laid_out(&head, &lines, GO_ON)));
     }
 
-    /// Marks the call as no longer under way.
+    /// Removes the call from the engine's count of running calls (`under_way`), if it is still counted.
     fn leave(&self) {
         let left = self.stage.0.compare_exchange(Stage::LAUNCHED, Stage::SETTLED, Ordering::Relaxed, Ordering::Relaxed);
         if left.is_ok() {
@@ -185,8 +185,8 @@ impl DeviceCall {
         put.map_err(|error| self.fault().unwrap_or(error))
     }
 
-    /// The fault of the group. If only a peer has reported it so far, the group now fails with it on this rank too,
-    /// before the caller reports it: other calls of this rank learn of a failure only from the group (rule 34).
+    /// The fault of the group. If only a peer has reported it so far, fails the group with it on this rank too, before
+    /// the caller reports it. Other calls of this rank learn of a failure only from the group (rule 34).
     fn fault(&self) -> Option<Error> {
         let fault = self.engine.group.fault()?;
         self.engine.group.fail(fault.clone());

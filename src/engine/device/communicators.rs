@@ -142,7 +142,7 @@ impl DeviceComm {
         go_on: GoOn,
         (name, algorithm): (String, String),
     ) -> Result<Option<Arc<dyn Communicator>>> {
-        // The number is unique: groups that one call makes differ in their first member, and different calls differ in
+        // The number is unique: groups that one call makes differ in their lowest member, and different calls differ in
         // `turn`.
         let turn = self.parts.fetch_add(1, Ordering::Relaxed);
         let first = members.iter().min().copied().unwrap_or(0);

@@ -136,8 +136,8 @@ impl Lowered {
     }
 }
 
-/// Runs a launch that may wait for other ranks on a new thread, and waits for it. An error of `go_on` ends the wait.
-/// The thread is then left behind, and its launch returns when the communicator ends.
+/// Runs a launch on a new thread, because the launch may wait for other ranks, and waits for that thread. An error of
+/// `go_on` ends the wait. The thread is then left behind, and its launch returns when the communicator ends.
 pub(super) fn watched(
     what: &str,
     patience: Duration,

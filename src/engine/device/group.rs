@@ -23,8 +23,8 @@ pub trait DeviceGroup: Send + Sync {
     fn policy(&self) -> &Arc<Policy>;
     /// The default timeout of calls, and the timeout within which a communicator must be made. Zero: no timeout.
     fn timeout(&self) -> Duration;
-    /// The timeout of a call that begins now; its caller has requested `asked`. `count` must have been called for the
-    /// call before.
+    /// The timeout of a call that begins now; its caller has requested `asked`. The call must already have been counted
+    /// (`count`).
     fn timeout_of_call(&self, asked: Option<Duration>) -> Duration {
         asked.unwrap_or_else(|| self.timeout())
     }
@@ -61,8 +61,8 @@ pub trait DeviceGroup: Send + Sync {
     /// Compares this rank's signatures for the numbers `first` to `last` with those of other ranks, if both are still
     /// kept. Never waits.
     fn compare(&self, first: u64, last: u64) -> Agreed;
-    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Cheap if no operation
-    /// has been.
+    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Otherwise this is
+    /// cheap.
     fn look_at_long_waits(&self);
     /// The error at an operation's deadline. It says which ranks have not issued the operation, what they do, and where
     /// they are.

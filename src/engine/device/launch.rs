@@ -150,7 +150,7 @@ fn native(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result
     let (send, recv, root) = (sent.addr, received.addr, job.root);
     let at_root = job.rank == root;
     let ranks = job.ranks as usize;
-    // The size of the smaller of input and output, and whether the size of the larger one fits to it.
+    // The smaller of the sizes of input and output, and whether the larger size matches it.
     let (bytes, fits) = match kind {
         Kind::AllReduce => (sent.bytes, received.bytes == sent.bytes),
         Kind::Reduce => (sent.bytes, !at_root || received.bytes == sent.bytes),
@@ -209,7 +209,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
     let mut own = None;
     let mut message = |sends: bool, peer: u32, span: Span| {
         if peer == me {
-            own = Some(span); // the caller has the matching span
+            own = Some(span); // the root's own block; `local` pairs it with the root's other side
         } else if span.bytes > 0 {
             messages.push(Message { peer, sends, addr: span.addr, bytes: span.bytes });
         }

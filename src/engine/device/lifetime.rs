@@ -78,8 +78,8 @@ impl DeviceEngine {
 
     /// Ends all communicators together with the other ranks. Waits at most the timeout (zero: no limit) while all ranks
     /// live, and only briefly if a rank is gone. If a communicator does not end in time, it is aborted or left to a
-    /// background thread that continues to wait. `drained`: no operation is pending. Returns false if a signal handler
-    /// raised an exception meanwhile.
+    /// background thread that continues to wait. `drained`: no operation is pending; if false, all communicators are
+    /// aborted at once. Returns false if a signal handler raised an exception meanwhile.
     pub fn close(&self, timeout: Duration, drained: bool) -> bool {
         let begin = Instant::now();
         if !drained || !self.whole("the end of the group") {

@@ -1,6 +1,6 @@
 //! Makes communicators. A communicator is made when a call first needs it, and only one is made at a time, even if two
 //! threads ask. Two ranks that exchange messages have one communicator for each direction. Both ranks make the two in
-//! the same order; they agree on the time through [`Pairs`].
+//! the same order; they agree through [`Pairs`] when to begin.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
@@ -24,7 +24,7 @@ use crate::os::watch;
 const CONNECTS: i32 = -1;
 
 /// The longest pause between two polls of the store while a rank waits for another rank that has not begun its first
-/// message. The pause limits the load of the store, because every rank that waits for a late rank polls it.
+/// message. The pause limits the load of the store, because every rank that waits for a late rank polls the store.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 impl DeviceEngine {
@@ -54,8 +54,8 @@ impl DeviceEngine {
         own.find(device, ranks).ok_or_else(|| Error::aborted("sagellm: the group was destroyed meanwhile"))
     }
 
-    /// Makes the communicators for both directions of messages with `peer`. May make those for messages with other
-    /// ranks first.
+    /// Makes the communicators for both directions of messages with `peer`. May first make communicators with other
+    /// ranks that wait for this rank.
     fn make_pair(
         self: &Arc<Self>,
         device: i32,
@@ -249,7 +249,7 @@ impl DeviceEngine {
         make: impl FnOnce(String, String) -> Result<Arc<dyn Communicator>>,
     ) -> Result<DeviceComm> {
         // Some libraries require the same name on all ranks of a communicator. Each value of `whose` has its own
-        // counter, because ranks agree on the order in which communicators are made only if these have the same ranks.
+        // counter, because only communicators of the same ranks are made in the same order on all of these ranks.
         let made = &self.communicators.made;
         let count = lock(made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
         let group = self.group.name();
@@ -285,9 +285,9 @@ impl DeviceEngine {
         }
     }
 
-    /// The library waits for other ranks in some calls. Returns why such a call failed: the error that `look` finds,
-    /// otherwise the library's own `error`. The library may notice before this rank that another rank has failed or
-    /// died, but the library does not know the reason.
+    /// Returns why a library call that waits for other ranks failed: the error that `look` finds, otherwise the
+    /// library's own `error`. The library may notice before this rank that another rank has failed or died, but the
+    /// library does not know the reason.
     pub(super) fn cause_of(&self, error: Error, look: &dyn Fn() -> Option<Error>) -> Error {
         if error.kind() != ErrorKind::System {
             return error;

@@ -6,14 +6,15 @@
 //! peer has accepted. While it waits, it accepts invitations of other ranks to pairs that precede its own in one global
 //! order of pairs:
 //!
-//! - Ranks never wait in a circle. A rank that has accepted enters the call at once. The inviter is then either in the
-//!   call too, or still making a pair that it accepted while it waited, and that pair precedes this one in the order.
+//! - Ranks never wait in a circle. A rank that has accepted enters the call at once. The inviter is then in the call
+//!   too, or it is still making another pair, which it accepted while it waited. That pair precedes this one in the
+//!   order.
 //!   So in a circle of waiting ranks each pair would precede the previous one, which is impossible. (If the inviter's
 //!   wait was interrupted, the inviter is not in the call. Then the rank that accepted waits until the inviter begins a
 //!   first message with any rank, or until its own deadline.)
 //! - No rank waits for ever, if its peer also begins a first message with it. Of all pairs for which ranks wait,
-//!   consider the first in the order: the second of its ranks accepts the invitation, whichever pair it waits for
-//!   itself.
+//!   consider the first in the order. Of its two ranks, the one that asked second accepts the invitation of the other,
+//!   even while it waits for another pair.
 //!
 //! Keys in the store. All have a prefix that is unique to this attempt to create the group:
 //!
@@ -23,8 +24,8 @@
 //! | `mail/<rank>/count`, `mail/<rank>/<n>` | invitations to a rank, deleted by it: inviter, number of the making |
 //! | `pair/<low>-<high>/<making>` | set when the invitation to this making was accepted |
 //!
-//! All but the invitations stay after the group has ended: two or three for each pair of ranks that sent a message on a
-//! device. An interrupt may have ended the wait of a rank's peer, and the rank cannot know whether the peer will wait
+//! All keys but the invitations stay after the group has ended: two or three for each pair of ranks that sent a message
+//! on a device. No rank deletes them, because an interrupt may have ended the wait of its peer, and the peer may wait
 //! again.
 
 use std::collections::BTreeMap;
@@ -278,7 +279,7 @@ mod tests {
         let mut stop = || Err(Error::interrupted("stop"));
         assert!(low.next(1, &[], &mut stop).is_err());
         assert!(last.next(1, &[], &mut stop).is_err());
-        // Rank 1 waits for rank 2. The pair with rank 0 precedes that pair, but rank 1 has it already on its device.
+        // Rank 1 waits for rank 2. Its pair with rank 0 precedes that pair, but is already made on this device.
         assert_eq!(high.next(2, &[0], &mut stop).unwrap(), 2);
         assert_eq!(high.next(2, &[], &mut stop).unwrap(), 0);
     }

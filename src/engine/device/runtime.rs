@@ -33,8 +33,8 @@ pub trait Runtime: Send + Sync {
     fn capturing(&self, _stream: Stream) -> Result<bool> {
         Ok(false)
     }
-    /// Sets the mode of the runtime that decides how this thread's queries affect captures on other threads. Returns
-    /// the previous mode. In mode `SPARES_CAPTURES`, queries invalidate no capture.
+    /// Sets this thread's capture mode, which decides how the thread's queries affect captures on other threads.
+    /// Returns the previous mode. In mode `SPARES_CAPTURES`, queries invalidate no capture.
     fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
         Ok(mode)
     }

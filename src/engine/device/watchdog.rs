@@ -15,9 +15,9 @@ use crate::error::{Error, GO_ON, Result, laid_out};
 const ASK_EVERY: Duration = Duration::from_millis(10);
 /// If an operation has been pending longer than this, the watchdog lets the group ask the peers what they do.
 const LONG: Duration = Duration::from_millis(100);
-/// In a group over several hosts, an operation that has been the oldest of its stream for this long (or for a quarter
-/// of its timeout, if that is less) may end because a rank on another host has aborted. When the device passes such an
-/// operation, this rank looks for a report of such a rank, for at most `HELD_UP`.
+/// In a group over several hosts, an operation counts as held up when it has been the oldest of its stream for this
+/// long, or for a quarter of its timeout if that is less. It may then end because a rank on another host has aborted.
+/// When the device passes a held-up operation, this rank looks for reports of other ranks, for at most `HELD_UP`.
 const HELD_UP: Duration = Duration::from_secs(1);
 /// After a peer is gone, its data may take this long to arrive, and the library has this long to report the peer's end
 /// itself.

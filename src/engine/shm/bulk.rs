@@ -49,10 +49,11 @@ pub struct Bases {
 /// The progress of a large operation.
 pub struct Rounds {
     chunk: usize,
-    /// The headers of all ranks below this one agree, except those from which this rank does not take. The headers of
-    /// all ranks from which it takes must agree before the first take.
+    /// Of the ranks from which this rank takes, those below this number have headers that agree. All of them must agree
+    /// before the first take.
     seen: usize,
-    /// The same for the ranks from which this rank does not take. Their headers are compared only while nothing moves.
+    /// The same for the ranks from which this rank does not take. A step compares their headers only if it can do
+    /// nothing else.
     beside: usize,
     /// Set when the operation is first among the large ones and its number of rounds is known.
     plan: Option<Plan>,
@@ -153,8 +154,8 @@ impl Bulk<'_> {
         Ok(Step::Blocked)
     }
 
-    /// Derives the number of rounds from the sizes on which all ranks agree. For all_to_all it needs the tables of all ranks. Returns
-    /// false if they are not published yet.
+    /// Derives the number of rounds from the sizes on which all ranks agree. For all_to_all it needs the tables of all
+    /// ranks. Returns false if they are not published yet.
     fn make_plan(&mut self, state: &mut Rounds, bases: Bases) -> Result<bool> {
         let (area, request) = (self.area, &self.op.request);
         let ranks = area.ranks;

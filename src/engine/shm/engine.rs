@@ -29,8 +29,8 @@ use crate::select::{Choice, GroupShape, OpDesc, Path, Policy};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
-    /// Not published yet: a peer may still read the slot that the operation needs, or an earlier operation uses the
-    /// same memory.
+    /// Not published yet. A peer may still read the slot that the operation needs, an earlier operation uses the same
+    /// memory, or the group does not fuse and an earlier collective has not ended.
     Queued,
     /// Published in its slot. The headers of ranks below this number have been checked.
     Slots(usize),
@@ -154,8 +154,8 @@ impl Shm {
 
     /// Removes the predecessors for which no operation needs to wait. A send that `p2p` has accepted continues from a
     /// copy of its data, because its peer may post the receive only after the operation that would wait here. If the
-    /// peer is already reading the send's tensor, no copy is made: the peer finishes reading whatever else it waits
-    /// for.
+    /// peer is already reading the send's tensor, the send stays, because the peer will finish reading even if it
+    /// waits for other operations.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             let sends =
@@ -229,8 +229,8 @@ impl Shm {
         }
     }
 
-    /// Publishes queued operations in order, as far as free slots and the use of memory allow. Returns whether one was
-    /// published.
+    /// Publishes queued operations in order, as far as free slots, the use of memory and `fusion` allow. Returns
+    /// whether one was published.
     fn publish(&mut self) -> bool {
         let mut moved = false;
         while self.queued > 0 {
@@ -485,8 +485,8 @@ impl Engine for Shm {
             self.area.poison(error);
         }
         if exposed {
-            // This rank has stored the fault, or that it leaves. Later writes of the program must not be ordered before
-            // that store.
+            // This rank has stored the fault (`poison`) or its departure (`leave`). Later writes of the program must
+            // not be ordered before that store.
             fence(Ordering::SeqCst);
         }
         let collectives = self.entries.drain(..).map(|entry| {

@@ -1,5 +1,5 @@
-//! The headers of the slots, which show what each rank called. Every way to move data compares them before it reads a
-//! peer's data, and makes the error if they differ.
+//! The headers of the slots, which show what each rank called. In a collective, a rank compares a peer's header with
+//! its own (`look`) before it reads the peer's data. If the headers differ, `look` makes the error.
 
 use std::sync::atomic::Ordering;
 
@@ -179,7 +179,7 @@ fn sizes(me: usize, request: &Request) -> String {
     }
 }
 
-/// The error if rank `peer` brings a block of another size than this rank expects from it.
+/// The error if the block of rank `peer` has another size than this rank expects.
 pub fn wrong_block(op: &Op, me: usize, peer: usize, theirs: u64, expected: u64) -> Error {
     let head = format!("in {} rank {peer} brings {theirs} bytes where rank {me} has room for {expected}", op.what());
     Error::mismatch(laid_out(&head, &[UNTOUCHED.to_string()], SAME_LISTS))

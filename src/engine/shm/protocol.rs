@@ -21,15 +21,15 @@
 //! sender may fill round `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a
 //! grant, which the receiver stores (release) after it has read all earlier data of the channel. If the receiver reads
 //! the sender's tensor in place, the first round has only the tensor's offset. Both ranks may copy (`p2p/shares.rs`).
-//! The receiver drains that round when everything is copied (release). The sender loads that (acquire) before its send
-//! ends.
+//! When everything is copied, the receiver stores that it has drained that round (release). The sender's send ends only
+//! after the sender has loaded this value (acquire).
 //!
 //! **Parts.** If ranks access each other's tensors (`mapped`), each rank has a part of the operation. When its part is
 //! done, it stores `Moved = n` in its slot (release). A rank that loads this value from every slot (acquire) knows that
 //! no rank reads its inputs any more and that its outputs are complete; then its operation ends. The word is 0 before
 //! the slot is published.
 //!
-//! **Hashes.** If results are compared (`results`), a rank that has ended operation `n` stores the hash of its result
+//! **Hashes.** If results are compared (`results`), a rank whose result of operation `n` is complete stores the hash
 //! (release) before `Done = n`. The words of the last `4 * depth` operations are kept. Before a rank publishes
 //! operation `n + depth`, it has loaded `Done >= n` from every peer, so from then on it finds each peer's hash of `n`.
 //! A peer does not overwrite that hash before this rank has stored `Done >= n + 3 * depth`.
@@ -39,8 +39,8 @@
 //! their senders, so a later message sets its bit again. With few ranks, only a sender's first message to a rank sets a
 //! bit; after that the receiver polls that sender.
 //!
-//! Only one rank writes each word, except the mail words. No function here blocks: each returns whether a step is
-//! possible yet.
+//! Of the words that this file handles, each has only one writer, except the mail words. No function here blocks: each
+//! returns whether a step is possible yet.
 
 use super::rank_set::RankSet;
 
@@ -57,7 +57,7 @@ pub enum Word {
     /// peer's tensor (release), read before the tensors are used again (acquire).
     Moved { rank: usize, n: u64 },
     /// The hash of `rank`'s result of operation `n`, with a mark that distinguishes `n` from other operations that use
-    /// the same word. Written when the operation has ended on `rank` (release), read by peers later (acquire).
+    /// the same word. Written when the result is complete on `rank` (release), read by peers later (acquire).
     Hash { rank: usize, n: u64 },
     /// For a region, the number of rounds that `rank` has filled. Written after filling (release), read before reading
     /// the buffer (acquire).

@@ -12,7 +12,7 @@ use crate::op::Op;
 use crate::types::{Kind, Request};
 
 /// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit. `aux` in the
-/// header says whether they did.
+/// header says whether they fit.
 pub fn write(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
     let inputs = Pieces(request.inputs());

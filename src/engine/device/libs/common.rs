@@ -155,8 +155,8 @@ pub fn failure(api: &dyn Api, what: &str, code: c_int, more: &str) -> Error {
     Error::system(format!("sagellm: {name} failed in {what}: {}{more}", api.describe_error(code)))
 }
 
-/// The communicator as the rest of the engine uses it. If it is dropped without `close` or `abort`, it is aborted,
-/// because if it were closed, the drop would wait for the other ranks.
+/// The communicator as the rest of the engine uses it. A drop without `close` or `abort` aborts it, because a drop that
+/// closed it would wait for the other ranks.
 pub struct LibraryComm<L: Calls>(pub Arc<Joined<L>>);
 
 impl<L: Calls> Communicator for LibraryComm<L> {

@@ -25,7 +25,7 @@
 //! expects that no rank writes into the outputs. A peer may still be in the middle of its part.
 //! - *Late writes*: outputs are made private before the program receives the error (`Mapped::withdraw`).
 //! - *Late reads*: after reading, a rank checks whether the group has failed or a rank has left. If so, it does not
-//!   publish that its part is done. The failing rank has stored its fault or its leaving before its program continues
+//!   publish that its part is done. The failing rank has stored its fault or departure before its program continues
 //!   (`Shm::take_pending` ensures that), so a rank that has read changed data finds one of them. No rank's operation
 //!   ends before all parts are done.
 
@@ -162,7 +162,7 @@ impl Mapped {
         !protocol::has_moved(area, peer, op.number) || !self.told && area.left(peer)
     }
 
-    /// Called when the operation fails on this rank, after the rank has stored the fault, or that it leaves. Makes
+    /// Called when the operation fails on this rank, after the rank has stored the fault or its departure. Makes
     /// private the memory that peers write, so that a peer that continues later cannot change it.
     pub fn withdraw(self) {
         self.offer.targets().iter().for_each(withdraw);

@@ -98,7 +98,8 @@ impl Arenas {
         self.reached[rank].as_ref()
     }
 
-    /// What this rank can offer for `op`, whose inputs have been prepared. None if it cannot offer all of its tensors.
+    /// What this rank can offer for `op`, whose inputs have been prepared. None if operations of this kind and size are
+    /// not mapped, or if this rank cannot offer all of its tensors or cannot map the arenas of all peers.
     pub fn offer(&mut self, area: &Area, op: &Op) -> Option<Offer> {
         let request = &op.request;
         let (kind, me, root) = (request.kind, area.me, request.root as usize);

@@ -49,8 +49,8 @@ const FROM: usize = 16 << 10;
 /// The same for a broadcast, and for a rank's block in a scatter or gather. Smaller ones are staged: then a rank that
 /// only sends may return as soon as its data is staged, before the other ranks have called.
 const ROOTED_FROM: usize = 1 << 20;
-/// The same for a broadcast or gather if the host has fewer cores than ranks: a mapped operation ends only when all
-/// ranks have done their parts, and ranks that share a core take longer for that (docs/internals/benchmarks.md).
+/// The same for a broadcast or gather if the host has fewer cores than ranks. A mapped operation ends only when all
+/// ranks have done their parts, which takes longer if ranks share a core (docs/internals/benchmarks.md).
 const CROWDED_FROM: usize = 2 << 20;
 
 /// Whether an operation of this kind, with so many bytes of inputs and outputs on one rank, is mapped if possible.
@@ -166,9 +166,9 @@ impl Part {
     }
 }
 
-/// The pieces of rank `me` in a scatter or gather, in which every rank's block is at the root on one side. Each other
-/// rank copies its own block, except the last `1 / ranks` of it, which the root copies, so that all these copies have
-/// the same number of bytes. The root copies its own block, too.
+/// The pieces that rank `me` copies in a scatter or gather. A rank other than the root copies its own block, except the
+/// last `1 / ranks` of it. The root copies these last parts, which are about as many bytes as each other rank copies,
+/// and also its own block.
 fn between_root_and_all(shape: &Shape) -> Vec<Piece> {
     let &Shape { kind, me, ranks, root, total_in, total_out, .. } = shape;
     let scatters = kind == Kind::Scatter;
@@ -240,8 +240,8 @@ mod tests {
         assert_eq!(part.too_small(&[13, 0, 33], &[99, 31, 99]), Some(1));
     }
 
-    /// How often the parts of all ranks write each byte of each rank's outputs, and whether they come from the right
-    /// place: byte `i` of rank `q`'s inputs is named (q, i).
+    /// Counts how often the parts of all ranks together write each output byte, and checks where the byte comes from.
+    /// (q, i) stands for byte `i` of rank `q`'s inputs.
     #[test]
     fn the_parts_of_a_broadcast_scatter_and_gather_write_every_byte_once() {
         let (large, odd) = if cfg!(miri) { (1 << 10, 345) } else { (64 << 10, 12_345) };

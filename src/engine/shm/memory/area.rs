@@ -27,8 +27,8 @@ const STAGE_DRAINED: usize = 2;
 const RESULT_READY: usize = 3;
 const RESULT_DRAINED: usize = 4;
 const DOOR: usize = 5;
-/// Set by its rank when that rank leaves. Peers read it after a long wait, and after they have read a tensor of that
-/// rank in place. The same pair of lines has the rank's core and its last device launch.
+/// A rank sets its own word when it leaves. Peers read the word after a long wait, and after they have read a tensor of
+/// that rank in place. The same pair of lines has the rank's core and its last device launch.
 const LIFE: usize = 6;
 const MONITOR: usize = 7;
 /// One bit for each rank that has sent to this rank. Senders set bits, this rank clears them; see `protocol::post`.

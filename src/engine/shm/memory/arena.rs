@@ -185,9 +185,9 @@ pub struct Lease {
 }
 
 /// Leases `span` for an operation of `group`. None if the memory is not in the arena, if pages of its tensor were made
-/// private (`Lease::take_out`), or if an operation of another group uses it: if one of the two groups failed, it would
-/// make pages private, and the peers of the other group could no longer reach them. Also None in a forked child, and if
-/// too many ranges are private.
+/// private (`Lease::take_out`), or if an operation of another group uses it. (If one of the two groups failed, it would
+/// make pages private that the peers of the other group must reach.) Also None in a forked child, and if too many
+/// ranges are private.
 pub fn lease(group: u64, span: Span) -> Option<Lease> {
     if !owns(span.addr as *const u8) || forks::is_child() {
         return None;
@@ -228,7 +228,7 @@ impl Lease {
         let Some(extent) = extents.starting_at(self.start) else { return Ok(()) };
         let page = segment::page_size();
         let pages = self.offset / page * page..(self.offset + self.bytes).next_multiple_of(page);
-        // If two pieces share a page, it was made private for the first piece, and the file no longer has its contents.
+        // A page that two pieces share was made private for the first piece, and the file no longer has its contents.
         for pages in extent.not_private(pages) {
             for from in pages.clone().step_by(STEP) {
                 let part = from..pages.end.min(from + STEP);

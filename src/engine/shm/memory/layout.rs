@@ -14,8 +14,8 @@
 //!
 //! **Memory for messages.** Every ordered pair of ranks has its own envelopes, so that an unmatched message blocks no
 //! other pair. This memory grows with the square of the number of ranks, so envelopes are smaller in larger groups. A
-//! large message needs memory only after a receive has matched it, and from then on nothing but the copying delays it.
-//! So a receiver needs only a few channels, which it lends to one sender after another, and every channel is returned.
+//! large message needs memory only after a receive has matched it, and from then on it waits only for the copying. So a
+//! receiver needs only a few channels, which it lends to one sender after another, and every channel is returned.
 //!
 //! **Memory that every group uses is populated when the group is created** (`early_ranges`). The rest, which is most of
 //! the segment, is divided into parts (`Part`). A part's owner populates it when an operation first needs it, and no
@@ -321,8 +321,8 @@ impl Layout {
         ranges
     }
 
-    /// The range of a part of `rank`. `rank` populates the part and is its writer, because the first touch places pages
-    /// on that rank's NUMA node. For a channel, `rank` is the reader, because the senders change.
+    /// The range of a part of `rank`. `rank` populates the part, which places the pages on the NUMA node of `rank`. It
+    /// is the rank that writes the part; for a channel, the rank that reads it, because the senders change.
     pub fn part(&self, rank: usize, part: Part) -> Range<usize> {
         let (start, bytes) = match part {
             Part::Stage => (self.stage(rank, 0), 2 * self.stage_bytes),

@@ -1,6 +1,6 @@
 //! Maps the arenas of other processes (`arena.rs`) into this process, each only once for all groups.
 //!
-//! A peer publishes its process and, for its file, descriptor, inode and size. This process opens the peer's file
+//! A peer publishes its pid, and the descriptor, inode and size of its file. This process opens the peer's file
 //! through /proc, which requires only that both have the same user, so ranks exchange no descriptors. A peer's memory
 //! cannot be reached if the peer is in another pid namespace or is not dumpable, or if there is no /proc; then
 //! operations are staged.
@@ -46,9 +46,9 @@ impl Reach {
         if let Some(known) = mapped.get(&(pid, identity.inode)).and_then(Weak::upgrade) {
             return Ok(known);
         }
-        // If ranks are threads of one process, this maps the process's own file a second time. If pages of a tensor are
-        // made private, they are so only at the tensor's own address, so late writes through this mapping do not arrive
-        // there.
+        // If ranks are threads of one process, this maps the process's own file a second time. Pages of a tensor that
+        // are made private are private only at the tensor's own address, so late writes through this mapping do not
+        // reach the tensor.
         let reach = Arc::new(Reach::map(pid, identity)?);
         mapped.retain(|_, weak| weak.strong_count() > 0);
         mapped.insert((pid, identity.inode), Arc::downgrade(&reach));

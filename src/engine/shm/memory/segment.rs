@@ -1,5 +1,5 @@
-//! Memory that all ranks of a group map. It has no name, so nothing is left behind when processes are killed. It is
-//! sealed, so no peer can shrink it.
+//! Memory that all ranks of a group map. It has no name, so nothing is left behind when processes are killed. If the
+//! system allows it, the memory is sealed, so that no peer can shrink it (`Backing`).
 
 #![allow(unsafe_code)] // maps the memory and takes references into it
 
@@ -27,7 +27,7 @@ pub enum Backing {
 }
 
 /// A shared mapping, unmapped on drop. In a forked child its addresses map private memory (`Mapped`). So whatever the
-/// child does with inherited objects, it cannot write the memory that its parent shares with its peers.
+/// child does with inherited objects, it cannot write the memory that the parent shares with the parent's peers.
 #[derive(Debug)]
 pub struct Segment {
     base: NonNull<u8>,
@@ -49,8 +49,8 @@ struct Mapped {
 
 /// The list of all mappings of this process.
 struct Mappings {
-    /// The first entry of the list, which only grows. New entries are pushed with a release store. Threads that make a
-    /// segment read it (acquire), and forked children too.
+    /// The first entry of the list, which only grows. A thread that makes a segment reads this pointer (acquire) and
+    /// may push a new entry (release). A forked child reads it too (acquire).
     first: AtomicPtr<Mapped>,
     /// Installs the fork handler.
     installed: Once,
@@ -165,8 +165,8 @@ pub fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// A file in /dev/shm that never has a name. Its pages are reserved now, so that if /dev/shm is full, this is an error
-/// here and not a SIGBUS at the first touch.
+/// A file in /dev/shm that never has a name. Its pages are reserved now: a full /dev/shm is then an error here and not
+/// a SIGBUS at the first touch.
 fn nameless_file(len: usize) -> io::Result<OwnedFd> {
     let flags = libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR | libc::O_CLOEXEC;
     // SAFETY: the path ends in NUL; the rest are plain numbers.

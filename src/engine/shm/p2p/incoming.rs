@@ -70,7 +70,7 @@ struct InPlace {
     at: usize,
     /// Bytes that this rank has copied.
     copied: usize,
-    /// The memory into which the sender copies, too. None if it cannot.
+    /// The memory into which the sender copies, too. None if this rank cannot lend it.
     output: Option<Lease>,
     /// Whether no range is left to claim.
     all_claimed: bool,
@@ -85,8 +85,8 @@ enum InPlaceStep {
 }
 
 impl InPlace {
-    /// Finds the tensor, which the sender offers at `offset` of its arena, and lends an output to the sender if peers can
-    /// reach it. Fails if the tensor is not within the arena.
+    /// Finds the tensor, which the sender offers at `offset` of its arena. Lends the output to the sender if peers can
+    /// reach the output. Fails if the tensor is not within the arena.
     fn begin(shares: Shares<'_>, arenas: &Arenas, op: &Op, (from, offset): (usize, usize)) -> Result<InPlace> {
         let total = Pieces(op.request.outputs()).bytes();
         let at = arenas.at(from, offset, total).ok_or_else(|| impossible(op, from))?;
@@ -120,7 +120,7 @@ impl InPlace {
         InPlaceStep::Done
     }
 
-    /// Whether only the sender has ranges that are not copied yet.
+    /// Whether this rank has copied all ranges that it claimed, and the sender still has to copy some.
     fn needs_sender(&self, shares: Shares<'_>, total: usize) -> bool {
         self.all_claimed && self.copied.saturating_add(shares.sent()) < total
     }
@@ -318,8 +318,8 @@ impl Incoming {
         self.bodies.iter().any(|body| matches!(&body.progress, Progress::InPlace(message) if message.output.is_some()))
     }
 
-    /// Removes and returns all receives that have not ended. If a sender may write into an output, the rank must have
-    /// stored the fault, or that it leaves.
+    /// Removes and returns all receives that have not ended. If a sender may write into an output, this rank must have
+    /// stored the fault or its departure before.
     pub fn take_pending(&mut self) -> Vec<Arc<Op>> {
         let remove = |body: Body| {
             if let Progress::InPlace(InPlace { output: Some(lease), .. }) = &body.progress {

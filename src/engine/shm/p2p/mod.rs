@@ -10,9 +10,9 @@
 //! **In place.** If the receiver can map the sender's tensor (`memory/arena.rs`), the first round of a large message
 //! has only the tensor's offset in the sender's arena. The receiver copies from the tensor. If the sender can reach the
 //! receiver's tensor, too, a sender that waits copies a share (`shares`). The receiver drains the round when everything
-//! is copied; only then does the send end. The envelope says whether the tensor is in the arena, and the
-//! grant says whether the receiver has mapped the arena. The sender decides after the grant, because until then a later
-//! operation of the sender may need the tensor's memory; then the send continues from a copy.
+//! is copied; only then does the send end. The envelope says whether the tensor is in the arena, and the grant says
+//! whether the receiver has mapped the arena. Only after the grant does the sender decide whether it lends the tensor.
+//! Until then, a later operation of the sender may need the tensor's memory, and the send then continues from a copy.
 //!
 //! For an eager message, N bytes are written and N read. For a larger one, N bytes are staged and N read, in N /
 //! body_bytes rounds that overlap. In place, N bytes are read and written once.
@@ -131,9 +131,10 @@ pub struct P2p {
     incoming: Vec<Incoming>,
     posted: VecDeque<Arc<Op>>,
     arrivals: u64,
-    /// The peers with which a message is in flight that `poll` can advance.
+    /// The peers whose messages to or from this rank `poll` must advance.
     busy: RankSet,
-    /// Peers whose mail bit this rank has seen. Before that, their envelopes may not be populated (`presence.rs`).
+    /// Peers whose mail bit this rank has seen; if `Layout::has_mail`, in the last poll only. Before a peer has set its
+    /// bit, its envelopes may not be populated (`presence.rs`).
     senders: RankSet,
     /// This rank's channels as a receiver.
     channels: Channels,
@@ -215,8 +216,8 @@ impl P2p {
                 self.busy.remove(peer);
             }
         }
-        // A rank that copies its own messages leaves those of its peers to them. The progress thread copies no shares,
-        // because the program computes.
+        // If this pass has advanced a message, this rank copies no shares, and the receivers copy the lent tensors. The
+        // progress thread copies no shares either, because the program is computing.
         if !moved && threads::is_waiting() {
             for peer in self.busy.iter() {
                 moved |= self.out[peer].share(area, arenas, peer)?;
@@ -309,8 +310,8 @@ impl P2p {
         self.out.iter().any(Outgoing::lends_some) || self.incoming.iter().any(Incoming::exposes_some)
     }
 
-    /// Removes and returns all operations that have not ended. If `exposes_some`, the rank must have stored the fault, or
-    /// that it leaves.
+    /// Removes and returns all operations that have not ended. If `exposes_some`, this rank must have stored the fault
+    /// or its departure before.
     pub fn take_pending(&mut self) -> Vec<Arc<Op>> {
         let mut all: Vec<Arc<Op>> = self.posted.drain(..).collect();
         self.out.iter_mut().for_each(|out| all.extend(out.take_pending()));

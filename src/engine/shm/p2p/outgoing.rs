@@ -44,8 +44,8 @@ struct Body {
 }
 
 enum Progress {
-    /// The receiver has mapped this rank's arena. The next round tells it the tensor's offset there, or that the data
-    /// is staged.
+    /// The receiver has mapped this rank's arena. The next round tells the receiver the tensor's offset in the arena,
+    /// or that the data is staged.
     Offered,
     /// The ranks copy the tensor until the receiver has drained round `round`. The lease keeps other groups from making
     /// the tensor's pages private.
@@ -58,7 +58,7 @@ enum Progress {
 enum Share {
     /// It is not known yet whether this rank can write into the receiver's output.
     Unknown,
-    /// The output begins at the address `to`; this rank has copied so many bytes.
+    /// The output begins at the address `to`; this rank has copied `copied` bytes.
     Begun { to: usize, copied: usize },
     /// Nothing is left to copy for this rank.
     Over,
@@ -81,7 +81,7 @@ impl Outgoing {
     }
 
     /// Copies a range of the message that moves, if it is lent and the receiver's output can be reached (`shares`).
-    /// Returns false if there is none. Fails if the receiver's output is not within its arena.
+    /// Returns false if nothing was copied. Fails if the receiver's output is not within its arena.
     pub fn share(&mut self, area: &Area, arenas: &mut Arenas, to: usize) -> Result<bool> {
         match self.bodies.front_mut() {
             Some(Body { op, progress: Progress::Lent { share, .. }, .. }) => {

@@ -4,9 +4,9 @@
 //! the receiver from the sender's tensor, the sender into the receiver's. While the sender's program computes, its
 //! progress thread claims nothing, and the receiver copies everything.
 //!
-//! The words belong to the ordered pair of ranks, of which one message moves at a time. (A channel does not suffice: the
-//! receiver may lend it to another rank before this message's sender sees that it is drained, and a sender that looks for
-//! its share would take that rank's message for its own.)
+//! The words belong to the ordered pair of ranks. Only one message of a pair moves at a time. (The words cannot belong
+//! to the channel. The receiver may lend the channel to another rank before this message's sender sees that the message
+//! is drained. The sender would then copy a share of the other rank's message.)
 //!
 //! | word | written by | value |
 //! | --- | --- | --- |

@@ -1,6 +1,6 @@
-//! Communicators of HCCL. In CANN 9 it consists of two libraries, in older versions of one. Its groups are not used,
-//! because a group must not mix kinds and must not contain a batch of messages. It has no abort and no gather: see
-//! `lowering` and docs/internals/vendors.md.
+//! Communicators of HCCL, which consists of two libraries in CANN 9 and of one in older versions. HCCL's groups are not
+//! used, because a group must not mix kinds and must not contain a batch of messages. HCCL has no abort and no gather:
+//! see `lowering` and docs/internals/vendors.md.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};

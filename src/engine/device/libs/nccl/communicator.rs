@@ -1,4 +1,4 @@
-//! Communicators of NCCL. They are blocking, because if they were not, the library would start a thread for every
+//! Communicators of NCCL. They are blocking. For a non-blocking communicator, the library starts a thread for every
 //! launched group (NVIDIA/nccl, src/group.cc), which costs more than the launch. A separate thread joins a
 //! communicator, so that the wait for it has a deadline.
 

@@ -1,5 +1,5 @@
-//! The tuner plugin. Our rules and tables steer NCCL through it: before each collective, NCCL asks it which algorithm
-//! to use. It is data that our own library exports as `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl,
+//! The tuner plugin, through which our rules and tables steer NCCL. Before each collective, NCCL asks the plugin which
+//! algorithm to use. The plugin is data that our own library exports as `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl,
 //! src/include/plugin/tuner).
 //!
 //! NCCL finds the tuner by the variable `NCCL_TUNER_PLUGIN` and the profiler (`profiler.rs`) by `NCCL_PROFILER_PLUGIN`;
@@ -103,7 +103,7 @@ struct Registry {
     announced: bool,
 }
 
-/// `Registry::names` has at most this many entries, which is more than any process has communicators. The oldest are
+/// `Registry::names` has at most this many entries. No process has so many communicators. The oldest entries are
 /// dropped first.
 const MOST_NAMES: usize = 1024;
 
@@ -113,15 +113,16 @@ fn registry() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// While this lives, communicators of this name use the policy that was passed to `steer`. All ranks must steer in the
-/// same way, as for every policy.
+/// While this lives, communicators of this name use the policy that was passed to `steer`. All ranks must pass equal
+/// policies.
 pub struct Steered {
     name: String,
     /// Whether NCCL is expected to call the plugins for this communicator.
     asks: bool,
 }
 
-/// Must be called before the communicator is made, with a name that no other communicator has.
+/// Registers the policy for a communicator of this name. Must be called before the communicator is made, and no other
+/// communicator may have the name.
 pub fn steer(name: &str, policy: &Arc<Policy>) -> Steered {
     registry().policies.push((name.to_string(), Arc::clone(policy)));
     let asks = steers(policy) || config::explains_devices();
@@ -139,7 +140,7 @@ impl Drop for Steered {
 
 impl Steering for Steered {
     fn problem(&self) -> Option<String> {
-        let told = !self.asks || !numbers_of(&self.name).is_empty(); // NCCL reports each to the profiler
+        let told = !self.asks || !numbers_of(&self.name).is_empty(); // NCCL reports all communicators
         let file = || {
             own_file()
                 .map_or_else(|| "the extension module of sagellm".into(), |file| file.to_string_lossy().into_owned())
@@ -443,8 +444,8 @@ mod tests {
             assert_eq!(algorithm(&one, Kind::Broadcast, bytes, 8, 1), None);
             assert_eq!(algorithm(&given(1, "*:0-=start"), Kind::AllReduce, bytes, 8, 1), Some(expected));
         }
-        // First, NCCL counts two hosts, but the topology counts one, because NVLink joins them. Second, the group is on one
-        // of the job's two hosts.
+        // First, NCCL counts two hosts, but the topology counts one, because NVLink joins them. Second, the group is on
+        // one of the job's two hosts.
         assert_eq!(algorithm(&one, Kind::AllReduce, 1 << 30, 8, 2), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 1), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 2), Some(TREE), "hierarchical");
