@@ -160,7 +160,7 @@ impl Faults {
     /// The error for a new operation, if a peer died without leaving in order. The operation fails even if it does not
     /// need that peer.
     pub fn death_before(&self, what: &str) -> Option<Error> {
-        let rank = self.dead_ranks().next().filter(|rank| !self.control.left(*rank))?;
+        let rank = self.died()?;
         Some(self.death_of(rank, &format!("calls {what}")))
     }
 

@@ -12,8 +12,9 @@
 //! sum 0123456789abcdef
 //! ```
 //!
-//! Rank 0 writes the file when it has left a group that has not failed. A size class of which the group
-//! has timed enough calls replaces the line of that class; the other lines stay. If two processes write at once, the lines of one may be lost.
+//! Rank 0 writes the file when it has left a group that has not failed. A size class of which the group has timed enough
+//! calls replaces the line of that class; the other lines stay. If two processes write at once, the lines of one may be
+//! lost.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
