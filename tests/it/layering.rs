@@ -100,9 +100,9 @@ const SHARED_BY_ENGINES: [&str; 4] = ["loader", "order", "pieces", "verify"];
 /// A module as the list of its folders' names and its file's name.
 type Module = Vec<String>;
 
-/// Every file of the product, as a module, with the files that it names by `crate::`, `self::` or `super::`. If it names
-/// what another file only passes on by `pub use`, that is the file which has it. A file and the `mod.rs` of its folder
-/// do not count.
+/// Every file of the product, as a module, with the files that it names by `crate::`, `self::` or `super::`. A name
+/// that a file only re-exports by `pub use` counts for the file that defines it. Uses between a file and the `mod.rs`
+/// of its folder do not count.
 fn named_files() -> BTreeMap<Module, BTreeSet<Module>> {
     let products = products();
     let mut passed_on: BTreeMap<Module, Module> = BTreeMap::new();

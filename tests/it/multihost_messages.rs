@@ -446,7 +446,7 @@ fn a_deadline_names_the_message_and_a_message_of_another_size_fails_both_sides()
     });
 }
 
-/// A rank aborts while the data of long messages is under way. Every operation ends, and no thread uses the caller's
+/// A rank aborts while the data of long messages is in flight. Every operation ends, and no thread uses the caller's
 /// memory afterwards.
 #[test]
 fn an_abort_in_the_middle_ends_every_message_on_every_rank() {

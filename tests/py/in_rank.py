@@ -1,4 +1,4 @@
-"""What a test needs inside a rank: its group, its messages to the test, and what its torch has. See `harness.py`."""
+"""What a test function needs in a rank: the group, messages to the test, and facts about torch. See `harness.py`."""
 
 from __future__ import annotations
 

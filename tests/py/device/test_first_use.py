@@ -27,7 +27,7 @@ from simulated import VENDORS, environment, start
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-#: Timeouts in seconds: for a launch that hangs, and for first calls, each of which must time out in turn.
+#: Timeouts in seconds: for a launch that hangs, and `SHORT` for first calls, which must all time out in turn.
 TIMEOUT = 3
 SHORT = 1
 #: The library itself would wait for far longer than any test.

@@ -10,7 +10,7 @@ use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 use crate::float8;
 use crate::memory;
 
-/// Tags of the engine's messages: the data, and the word by which the receiver says that it is there.
+/// Tags of the engine's messages: the data, and the word that tells the sender that the receiver is there.
 const DATA: u32 = 0;
 const READY: u32 = 1;
 
