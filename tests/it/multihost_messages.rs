@@ -83,7 +83,7 @@ fn draw(random: &mut Random, ranks: usize, steps: usize) -> Vec<Step> {
             let from = random.below(ranks);
             let to = (from + 1 + random.below(ranks - 1)) % ranks;
             let anyone = random.below(4) == 0;
-            // Two messages to receives from `ANY_RANK` with one tag could arrive in either order, so each such message
+            // If two messages for receives from `ANY_RANK` had one tag, either could match first. So each such message
             // has its own tag.
             let tag = if anyone { 1000 + at as u32 } else { random.below(3) as u32 };
             let (from, to) = ((from, part(random, bytes)), (to, part(random, bytes)));

@@ -199,7 +199,7 @@ fn rule_36_a_tensor_that_changes_after_its_send_has_failed_is_never_taken_for_th
     assert!(failed > 5, "only {failed} of 40 were given up in time");
 }
 
-/// Counts how often this thread reaches a point, and sleeps there for so long.
+/// Counts how often this thread reaches a point, and makes it sleep there for `sleep`.
 fn counted(at: FaultPoint, sleep: Duration) -> (fault_points::Hook, Arc<AtomicUsize>) {
     let count = Arc::new(AtomicUsize::new(0));
     let seen = Arc::clone(&count);

@@ -24,7 +24,7 @@ from on_device import holds
 from simulated import VENDORS, environment, exit_code, load_lazily, start
 
 pytestmark = pytest.mark.timeout(900)
-#: Seconds until the calls of a group that another rank does not join have failed.
+#: Timeout in seconds of calls that another rank does not join.
 DEADLINE = 2
 #: The exit code if the option `on_device_failure` is "exit".
 EXIT_CODE = 70

@@ -87,7 +87,7 @@ def test_split_makes_the_communicator_out_of_the_parents_where_the_library_can(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
     """One rank is outside of all new groups. A library that cannot split creates the communicator from a new id.
-    `new_group` involves no rank outside."""
+    Ranks outside of a group take no part in its `new_group`."""
     run_fresh(splits, 3, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace")))
 
 

@@ -1,8 +1,8 @@
 //! One operation as the core runs it: the arguments of the vendor's call, with device memory as addresses.
 //!
 //! The input is read when the operation's turn on the stream comes, and the output is written when the operation has
-//! ended; in between it uses private memory. A device behaves like this, too. So a test sees work that runs too early,
-//! and memory that is reused too early.
+//! ended; in between the operation uses private memory. A device behaves like this, too. So a test sees work that runs
+//! too early, and memory that is reused too early.
 
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
