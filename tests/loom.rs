@@ -90,7 +90,7 @@ impl Ends for Memory {
     }
 }
 
-/// Waits as long as it takes. Only for two ranks: loom cannot tell three that spin from a livelock.
+/// Waits as long as it takes. Only for two ranks, because loom cannot tell three spinning ranks from a livelock.
 fn until(mut condition: impl FnMut() -> bool) -> bool {
     while !condition() {
         thread::yield_now();
@@ -192,8 +192,8 @@ fn parts_of_two_ranks_never_overlap_the_next_operation() {
     run(2, 2, 2, parts_program);
 }
 
-/// Rank 1 gives up after its part was done, as at a deadline, and its program changes its tensor. Rank 0, which may
-/// come at any time, either does not end or has read the tensor as it was.
+/// Rank 1 gives up after its part was done, as at a deadline, and then its program changes the tensor. Rank 0 may come
+/// at any time. Its operation either does not end or has read the unchanged tensor.
 #[test]
 fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() {
     run(2, 2, 3, |memory, me| {
@@ -216,8 +216,8 @@ fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() 
     });
 }
 
-/// Rank 0 sends two messages that rank 1 reads in place, and gives the second one up at any time. It changes the tensor
-/// when rank 1 has drained the round, or after it gave up; in that case, rank 1 finds that out.
+/// Rank 0 sends two messages that rank 1 reads in place, and gives the second one up at any time. Rank 0 changes the
+/// tensor when rank 1 has drained the round, or after rank 0 gave up; rank 1 then finds out that it did.
 #[test]
 fn a_message_read_in_place_ends_before_its_tensor_changes() {
     run(2, 2, 3, |memory, me| {
@@ -306,8 +306,8 @@ fn slots_of_two_ranks_never_mix_generations() {
     run(2, 2, 2, |memory, me| slots_program(memory, me, &[false, false, false, false]));
 }
 
-/// Each rank publishes a hash before it retires an operation, and reads the peer's hash of the operation that used its
-/// slot before, which must be there.
+/// Each rank publishes its hash of an operation before it retires the operation. Before a rank uses a slot again, it
+/// reads the peer's hash of the operation that used the slot before; this hash must be there.
 #[test]
 fn the_hash_of_an_operation_is_there_before_its_slot_is_used_again_and_is_not_overwritten() {
     run(2, 1, 2, |memory, me| {
@@ -587,7 +587,7 @@ impl Rank {
         })
     }
 
-    /// As `Group::issue`: counted before it is there, announced after it.
+    /// As `Group::issue`: counts the operation before it issues it, and announces it afterwards.
     fn issue(&self, group: usize, announce: bool) {
         self.pending.fetch_add(1, Relaxed);
         self.groups[group].issued.store(1, Release);
@@ -678,7 +678,7 @@ fn spawn(rank: &Arc<Rank>, body: impl Fn(&Rank) + Send + 'static) -> thread::Joi
 
 #[test]
 fn an_operation_issued_in_another_group_wakes_a_thread_that_sleeps() {
-    // The waiting thread sleeps on group 0 when the other issues in group 1 and waits for nothing.
+    // The waiting thread sleeps on group 0 when the other thread issues in group 1 without a wait.
     model(2, |rank| {
         rank.issue(0, false);
         let waiting = spawn(&rank, |rank| rank.wait(0));

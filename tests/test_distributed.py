@@ -91,7 +91,7 @@ def inputs_of(
 
 
 def consistent(operator: Any, results: list[BenchmarkResult], shapes: list[tuple[int, ...]], trials: int) -> None:
-    """The figures of a benchmark fit together and are positive; how large they are is not for a test."""
+    """The figures of a benchmark fit together and are positive. Their size is not tested."""
     assert [each.shape for each in results] == shapes
     ranks = operator.comm.world_size
     for each in results:
@@ -691,7 +691,7 @@ class TestAutograd:
     @pytest.mark.parametrize("world_size", [2, 4])
     def test_a_model_on_threads(self, world_size: int) -> None:
         rows, comms = rows_of(world_size), create_ring_topology(world_size)
-        models = [Parallel(comm) for comm in comms]  # not on the threads: the seed is of the process
+        models = [Parallel(comm) for comm in comms]  # not on the threads: they share the seed of the process
 
         def body(comm: DistributedCommunicator) -> tuple[torch.Tensor, list[torch.Tensor]]:
             model = models[comm.rank]

@@ -16,7 +16,7 @@ fn barrier() -> Request {
     Request::without_memory(Kind::Barrier)
 }
 
-/// A program whose late rank issues its barrier just while the error text of the passed deadline is composed.
+/// A program whose late rank issues its barrier just while the waiting group writes the error text of its deadline.
 /// `call_site` then drives the waiting group until its operation has ended.
 #[derive(Default)]
 struct Late {

@@ -100,9 +100,9 @@ const SHARED_BY_ENGINES: [&str; 4] = ["loader", "order", "pieces", "verify"];
 /// A module as the list of its folders' names and its file's name.
 type Module = Vec<String>;
 
-/// Every file of the product, as a module, with the files that it names by `crate::`, `self::` or `super::`. If it names
-/// what another file only passes on by `pub use`, that is the file which has it. A file and the `mod.rs` of its folder
-/// do not count.
+/// Every file of the product, as a module, with the files that it names by `crate::`, `self::` or `super::`. A name
+/// that a file only re-exports by `pub use` counts for the file that defines it. Uses between a file and the `mod.rs`
+/// of its folder do not count.
 fn named_files() -> BTreeMap<Module, BTreeSet<Module>> {
     let products = products();
     let mut passed_on: BTreeMap<Module, Module> = BTreeMap::new();
@@ -258,8 +258,8 @@ fn a_type_is_implemented_in_few_files() {
     assert_eq!(many, listed, "types with an `impl` in more than two files, found and listed");
 }
 
-/// Files that may hold unsafe code, in themselves or (a `mod.rs`) in their folder, because they touch bytes, or call
-/// the system or a library. Everywhere else unsafe code does not compile.
+/// Files that may hold unsafe code, because they touch bytes or call the system or a library. A `mod.rs` stands for its
+/// folder. Everywhere else unsafe code does not compile.
 const UNSAFE: [&str; 49] = [
     "engine/device/communicator.rs",
     "engine/device/libs/mod.rs",
@@ -436,7 +436,7 @@ fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
 const PYTHON_LAYERS: [&str; 7] = ["cli", "parallel", "api", "observe", "protocols", "", "_private"];
 
 /// Imports from a higher part that are allowed. `register` sets up the log when the first group is created, other
-/// modules write to the log, and two ask `api.serve_as` for torch's own gloo, which it keeps.
+/// modules write to the log, and two ask `api.serve_as` for torch's own gloo, which `serve_as` keeps.
 const PYTHON_UPWARD: [(&str, &str); 5] = [
     ("register.py", "observe"),
     ("alive.py", "observe"),

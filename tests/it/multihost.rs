@@ -272,8 +272,8 @@ fn different_calls_on_two_hosts_are_an_error_that_shows_both() {
     }
 }
 
-/// Tests sizes below and above the one from which an all_reduce of three or more hosts with one rank each works in the
-/// tensors themselves. Each rank in turn passes another reduce op.
+/// From a certain size on, an all_reduce over three or more hosts with one rank each works in the tensors themselves.
+/// Tests sizes below and above it. Each rank in turn passes another reduce op.
 #[test]
 fn rule_05_a_different_call_leaves_the_tensors_of_all_hosts_as_they_were() {
     for (place, count) in [(&[0, 1][..], 600_000), (&[0, 1, 2], 100), (&[0, 1, 2], 600_000), (&[0, 1, 2, 3], 600_000)] {

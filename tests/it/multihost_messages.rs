@@ -83,7 +83,7 @@ fn draw(random: &mut Random, ranks: usize, steps: usize) -> Vec<Step> {
             let from = random.below(ranks);
             let to = (from + 1 + random.below(ranks - 1)) % ranks;
             let anyone = random.below(4) == 0;
-            // Two messages to receives from `ANY_RANK` with one tag could arrive in either order, so each such message
+            // If two messages for receives from `ANY_RANK` had one tag, either could match first. So each such message
             // has its own tag.
             let tag = if anyone { 1000 + at as u32 } else { random.below(3) as u32 };
             let (from, to) = ((from, part(random, bytes)), (to, part(random, bytes)));
@@ -446,7 +446,7 @@ fn a_deadline_names_the_message_and_a_message_of_another_size_fails_both_sides()
     });
 }
 
-/// A rank aborts while the data of long messages is under way. Every operation ends, and no thread uses the caller's
+/// A rank aborts while the data of long messages is in flight. Every operation ends, and no thread uses the caller's
 /// memory afterwards.
 #[test]
 fn an_abort_in_the_middle_ends_every_message_on_every_rank() {

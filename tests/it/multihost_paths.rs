@@ -40,7 +40,7 @@ fn data(bytes: usize, seed: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(seed * 2 + 13) >> 5) as u8).collect()
 }
 
-/// Number of established connections in this network namespace whose own address is this one and that a process holds.
+/// Number of established connections of processes of this network namespace whose local address is this one.
 fn between(address: &str) -> usize {
     let ip: Ipv4Addr = address.parse().unwrap();
     let ip = format!("{:08X}:", u32::from_le_bytes(ip.octets()));

@@ -192,7 +192,7 @@ fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the
                 let (peer, message) = mail.recv_timeout(PATIENT).unwrap();
                 let Some(message) = message else {
                     assert_eq!(next[peer], TURNS, "rank {peer} is lost before its mail came");
-                    continue; // it was done first
+                    continue; // all mail of this peer has come
                 };
                 assert!(message == data(next[peer] * 100, [peer, me, next[peer], 1]), "from {peer}");
                 next[peer] += 1;
@@ -279,9 +279,8 @@ fn end_sending(address: &str) {
 }
 
 /// A rank mails why its group has failed, and leaves. Its peer reads the mail and the end of the connection in one
-/// pass. Whichever of the peer's threads learns first that the rank is gone, by a transfer that fails or a call that is
-/// refused, the reason must have been handed over before: otherwise that thread names the rank that reported the
-/// failure as the one that failed.
+/// pass. The mail must have been handed over before any thread of the peer learns, by a failed transfer or a refused
+/// call, that the rank is gone. Otherwise that thread would blame the rank that only reported the failure.
 #[test]
 fn the_mail_of_a_rank_that_leaves_is_handed_over_before_any_call_fails() {
     type Leave = fn(WireLink, &str);

@@ -43,8 +43,8 @@ impl Over {
 
     fn points(self) -> impl Iterator<Item = FaultPoint> {
         FaultPoint::ALL.into_iter().filter(move |point| match self {
-            // A sender looks only if the receiver has not copied everything before, so this may never happen here.
-            // `shm_p2p_in_place` forces it.
+            // A sender looks for the output (`HomeSought`) only if the receiver has not copied everything by then. This
+            // may never happen here. `shm_p2p_in_place` forces it.
             Over::SharedMemory => *point < FaultPoint::Joining && *point != FaultPoint::HomeSought,
             Over::Connections => (FaultPoint::Joining..=FaultPoint::Cutting).contains(point),
             Over::Paths => {
@@ -211,9 +211,9 @@ fn as_a_rank() {
     drop(hook);
 }
 
-/// Rank 0 is stopped while rank 2 sends it more than the connection holds, and is continued after rank 2's process has
-/// ended: rank 1 kills itself, so rank 2 fails. Rank 0 then answers some of the messages, so data arrives for a process
-/// that has ended. If `ACT` is "both", rank 0 sends as much to rank 2.
+/// Rank 0 is stopped while rank 2 sends it more than the connection holds. Rank 1 kills itself, so rank 2 fails and
+/// ends. Then rank 0 is continued and answers some of the messages, so data arrives for a process that has ended. If
+/// `ACT` is "both", rank 0 sends as much to rank 2.
 #[test]
 #[ignore = "the other tests of this file run it as a separate process"]
 fn as_a_rank_that_reads_late() {
@@ -258,7 +258,7 @@ fn as_a_rank_that_reads_late() {
     sagellm::group::at_exit();
 }
 
-/// Logs nothing, and is slow to do so: a thread that has found a fault has not told the peers yet.
+/// A logger that writes nothing and takes long, so that a thread that has found a fault tells the peers late.
 struct Slow;
 
 impl log::Log for Slow {
@@ -273,8 +273,8 @@ impl log::Log for Slow {
     fn flush(&self) {}
 }
 
-/// Rank 0 waits for rank 2. Rank 1 kills itself. A thread of rank 2 finds that, and its program, which sees the fault at
-/// once, leaves.
+/// Rank 0 waits for rank 2. Rank 1 kills itself. A thread of rank 2 detects the death. The program of rank 2 sees the
+/// fault at once and leaves.
 #[test]
 #[ignore = "the other tests of this file run it as a separate process"]
 fn as_a_rank_that_leaves_at_once() {

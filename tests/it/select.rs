@@ -107,7 +107,7 @@ fn a_group_of_one_and_messages_have_one_way() {
 }
 
 /// Runs an all_reduce of `count` numbers on threads as ranks; `place` has the host of each rank. Returns the algorithm
-/// between the hosts and the reason, which must be the same on all ranks, and the explanation's text of what decided.
+/// between the hosts and the reason, which must be the same on all ranks, and the text that says what decided.
 fn between_hosts(place: &[usize], policy: &Policy, count: usize) -> (Algorithm, Reason, String) {
     let ranks = place.len();
     let groups =

@@ -5,8 +5,8 @@
 //! What this does not show: accesses between two fault points are not interrupted (`shm_protocol.rs` interrupts each
 //! access, but of the protocol alone), and there is one order of all accesses. Ranks poll, so sleeping and the kernel
 //! are left out. In `random_programs_of_ranks_that_poll_on_threads_give_the_reference` ranks are threads, and
-//! `make miri` runs it under the memory model of the language. There it fails if a store that should be a release is
-//! not, which no schedule and no x86 processor shows.
+//! `make miri` runs it under the memory model of the language. There the test fails if a store that should be a
+//! release is not one; no schedule and no x86 processor shows that.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -46,8 +46,8 @@ fn rule_36_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
     for ranks in [2, 3, 4, 5, 9] {
         let groups = groups(ranks);
         on_ranks(ranks, |me| {
-            // Each rank publishes the identity of its arena in the first call, which is mapped only if every rank does so
-            // before any rank looks.
+            // In the first call (seed 1001) each rank publishes the identity of its arena. The call is mapped only if
+            // every rank has published it before any rank looks.
             let mut seed = 1000;
             for count in [9000, 9001, 65_536, 600_001] {
                 if ranks > 4 && count > 70_000 {

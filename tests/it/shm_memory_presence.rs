@@ -94,7 +94,7 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_befo
         }
         check("small collectives", &[]);
 
-        // Receives whose message has not been sent: a thread waits for it and checks whether peers have died.
+        // A thread waits for a receive whose message has not been sent, and checks whether peers have died.
         let last = ranks - 1;
         let mut room = [vec![0; 3 * layout.body_bytes], vec![0; 10]];
         let (large, small) = room.split_at_mut(1);

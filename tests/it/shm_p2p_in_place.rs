@@ -199,7 +199,7 @@ fn rule_36_a_tensor_that_changes_after_its_send_has_failed_is_never_taken_for_th
     assert!(failed > 5, "only {failed} of 40 were given up in time");
 }
 
-/// Counts how often this thread reaches a point, and sleeps there for so long.
+/// Counts how often this thread reaches a point, and makes it sleep there for `sleep`.
 fn counted(at: FaultPoint, sleep: Duration) -> (fault_points::Hook, Arc<AtomicUsize>) {
     let count = Arc::new(AtomicUsize::new(0));
     let seen = Arc::clone(&count);
@@ -232,13 +232,13 @@ fn rule_36_both_ranks_copy_a_message_if_both_tensors_can_be_reached() {
             assert_eq!(in_place(&groups[me]), [true], "rank {me}");
             parts.load(Relaxed)
         });
-        // A waiting thread also drives the groups of other tests, so this says nothing if the output is not shared.
+        // A waiting thread also drives the groups of other tests, so the count says nothing if no output is shared.
         assert!(!shared || copied[0] > 0, "the sender copied nothing");
     }
 }
 
-/// A sender looks for its share when the receiver has already read its message and has lent the channel to another rank:
-/// it leaves that rank's message alone.
+/// A sender looks for its share when the receiver has already read its message and lent the channel to another rank.
+/// The sender must leave that rank's message alone.
 #[test]
 fn rule_20_a_sender_that_looks_late_takes_no_share_of_another_ranks_message() {
     // In its own process, because the hook acts on every thread: a progress thread may drive a rank.
@@ -251,7 +251,7 @@ fn rule_20_a_sender_that_looks_late_takes_no_share_of_another_ranks_message() {
 fn as_ranks_of_which_one_looks_late() {
     const BYTES: usize = 1 << 20;
     /// What has happened, in this order: rank 2 reads rank 0's message; rank 0 looks for its share; rank 2 has the
-    /// message; it reads rank 1's; rank 0's send has ended.
+    /// message; rank 2 reads rank 1's message; rank 0's send has ended.
     #[derive(Default)]
     struct Order([AtomicUsize; 5]);
     impl Order {

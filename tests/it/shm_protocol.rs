@@ -3,8 +3,8 @@
 //!
 //! What this does not show: shuttle runs all accesses in one order, so this test does not find an access that is
 //! relaxed but should be a release or an acquire. `tests/loom.rs` has the memory model for 2 and 3 ranks, and Miri runs
-//! the engine's own words under it (`shm_engine.rs`). `shm_engine.rs` has the whole engine, which switches ranks at its
-//! fault points alone.
+//! the engine's own words under that model (`shm_engine.rs`). `shm_engine.rs` tests the whole engine, but switches
+//! ranks only at its fault points.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -227,7 +227,7 @@ fn rounds_of_many_ranks_never_mix_rounds() {
     });
 }
 
-/// The tensor of a rank is one cell, which every other rank reads in its part.
+/// The tensor of a rank is one cell, which every other rank reads to compute its part.
 #[test]
 fn parts_of_many_ranks_never_overlap_the_next_operation() {
     with_many_ranks(150, 2, |memory, me| {

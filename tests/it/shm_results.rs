@@ -50,8 +50,8 @@ fn result<'a>(spec: &Spec, buffers: &'a Buffers, me: usize) -> &'a [u8] {
     if spec.kind == Kind::Broadcast && me == spec.root { &buffers.input } else { buffers.result() }
 }
 
-/// Runs operations on each rank until the group fails, at most `most`. Returns the smallest number that a rank has run,
-/// and the error of each rank.
+/// Runs operations on each rank until the group fails, but at most `most` of them. Returns the smallest number of
+/// operations that a rank has run, and the error of each rank.
 fn until_found(
     groups: &[Arc<Group>],
     spec: &Spec,

@@ -97,7 +97,7 @@ fn rule_17_the_number_of_threads_changes_no_bit() {
                     }
                 }
             }
-            // If the ranges are long enough, each thread has a part, unless there is only one core.
+            // If the ranges are long enough, several threads have parts, unless there is only one core.
             assert_eq!(host.regions.load(Ordering::Relaxed) > 0, most > 1);
             let widest = host.widest.load(Ordering::Relaxed);
             assert!(most == 1 || (2..=most).contains(&widest), "{widest} parts for {most} threads");

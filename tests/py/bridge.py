@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The files of the bridge. Each is compiled separately.
 FILES = ("bridge.rs", "observe.rs", "arrays.rs", "memory.rs")
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
-#: Matches a function. The type that it belongs to is that of `self`, or is named in an attribute before it.
+#: Matches a function. It belongs to the type of `self`, or to the type that the attribute `Self` before it names.
 FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?')
 
 

@@ -22,7 +22,7 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-# Times that one test keeps would change the predictions in another one. Nor does a test write to the user's folder.
+# Times that one test keeps would change the predictions in another one, and tests must not write to the user's folder.
 os.environ["SAGELLM_KEEP_TIMES"] = "0"
 
 

@@ -1,4 +1,4 @@
-"""Calls on a device that fail, or are the first of their sort: test bodies for `tests/py/device` and `tests/py/gpu`."""
+"""Test bodies for `tests/py/device` and `tests/py/gpu`: calls on a device that fail, and first calls of each sort."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def use(way: Way, name: str, group: Any = None) -> tuple[bool, str]:
         except RuntimeError as error:
             text = str(error)
             nobody_calls_again(0.3)
-    # A stream of HCCL raises a RuntimeError itself. Our error is then raised in the handler above.
+    # With HCCL the stream itself raises a RuntimeError. Our error is then raised while the handler above runs.
     except dist.DistBackendError as error:
         text = str(error)
     return reached, text
@@ -78,8 +78,8 @@ def nobody_calls_again(seconds: float) -> None:
 
 
 def firsts(rank: int, name: str, group: Any) -> dict[str, Callable[[], torch.Tensor | None]]:
-    """By sort, a function that makes the first call of this sort in a group of two ranks. It returns the result, which
-    must be all ones, or None if there is nothing to check."""
+    """For each sort of call: a function that makes the first call of this sort in a group of two ranks. The function
+    returns the result, which must be all ones, or None if there is nothing to check."""
     ones, two = torch.ones(4, device=name), torch.ones(8, device=name)
 
     def also(out: torch.Tensor | None, call: Any, *args: Any, **more: Any) -> Callable[[], torch.Tensor | None]:

@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 
 def line_in(file: str, mark: str) -> int:
-    """The number of the line in a file that ends with this mark as a comment."""
+    """The number of the line that ends with this mark as a comment."""
     lines = Path(file).read_text().splitlines()
     found = [number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
     assert len(found) == 1, f"{mark}: {found}"

@@ -1,4 +1,4 @@
-"""What a test needs inside a rank: its group, its messages to the test, and what its torch has. See `harness.py`."""
+"""What a test function needs in a rank: the group, messages to the test, and facts about torch. See `harness.py`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def error_of(work: Any) -> BaseException | None:
 
 
 def monitored_barrier(timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """`dist.monitored_barrier` on the default group. Older torch allows only gloo groups, so there the group is
-    called."""
+    """`dist.monitored_barrier` on the default group. Older torch allows only gloo groups, so there the group's
+    own method is called."""
     if torch_at_least(2, 15) or IS_GLOO:
         dist.monitored_barrier(timeout=timeout, wait_all_ranks=wait_all_ranks)
     else:

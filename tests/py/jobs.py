@@ -1,4 +1,4 @@
-"""Rank processes as a test sees them: jobs of fresh ones, and the pool that lives across tests. See `harness.py`."""
+"""Rank processes as a test sees them: jobs of fresh processes, and the pool that all tests share. See `harness.py`."""
 
 from __future__ import annotations
 
@@ -265,8 +265,8 @@ class Job:
         return [outcome.value for outcome in outcomes]
 
     def check_unseen(self) -> None:
-        """Raises an error if a rank whose end the test did not wait for has ended by a mistake of the test itself. Such
-        a rank is often the one that should be late or fail in another way."""
+        """Raises an error if a rank that the test did not wait for has ended because of a mistake in the test itself.
+        Such a rank is often the one that should be late or fail in another way."""
         mistakes = {"TypeError", "NameError", "AttributeError", "ImportError", "AssertionError", "KeyError"}
         for each in self.ranks:
             each.pump()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Factor of all limits, which are written for an idle machine with two cores. If other programs share the cores,
-#: everything takes longer: about four times as long next to a compiler. A hang still exceeds every limit.
+#: Multiplies every limit, because limits are written for an idle machine with two cores. If other programs share the
+#: cores, everything takes longer: about four times as long next to a compiler. A hang still exceeds every limit.
 SHARED = 4
 
 

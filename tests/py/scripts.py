@@ -38,8 +38,8 @@ def end_server(process: subprocess.Popen[bytes], tmp: Path) -> None:
 
 
 def without_noise(output: str) -> str:
-    """The output of a program without the warning of torch's store that a name server has not answered. Whether it
-    comes depends on the machine at that moment."""
+    """The output of a program without the warning of torch's store that a name server has not answered. Whether
+    the warning comes depends on the machine at that moment."""
     return _NO_HOSTNAME.sub("", output)
 
 

@@ -6,7 +6,7 @@ import ctypes.util
 import importlib.util
 import os
 
-#: The link by UCX, over TCP as between hosts: UCX would find that namespaces of one machine share memory.
+#: Selects UCX over TCP, as between hosts. Otherwise UCX would use the shared memory of the one machine.
 BY_UCX = {"SAGELLM_LINK": "ucx", "UCX_TLS": "tcp"}
 
 

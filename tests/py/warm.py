@@ -109,7 +109,7 @@ def client(folder: str, words: list[str]) -> NoReturn:
     door.sendall(text)
     for each in PASSED:
         signal.signal(each, lambda number, _: door.send(bytes([number])))
-    for fd in (0, 1, 2):  # a reader of the program's output sees its end when the program closes it
+    for fd in (0, 1, 2):  # so readers of the output see its end when the program closes it
         os.close(fd)
     status = int.from_bytes(_receive(door, 4), "little", signed=True)
     if status < 0:
@@ -267,7 +267,7 @@ def become(order: dict[str, Any]) -> list[str]:
     words: list[str] = order["words"]
     sys.executable = order["python"]
     sys.orig_argv[:] = [sys.executable, *words]
-    # stdout already writes to the program's descriptor. Only its buffering depends on what that is.
+    # stdout already writes to the program's descriptor. Only its buffering depends on the kind of file.
     out: Any = sys.stdout
     out.reconfigure(line_buffering=os.isatty(1), write_through=out.write_through or words[0] == "-u")
     if "numpy.random" in sys.modules:

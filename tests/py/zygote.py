@@ -2,8 +2,8 @@
 
 Importing torch costs seconds, because many tests share few cores. Only the zygote pays for it: every rank is a fork of
 the zygote and runs one function. A rank whose function has returned ends by `end`. All other ends (an exception,
-SystemExit, a signal) are the interpreter's own. So are all ends of a test that asks for it (`normal_exit`). Exit codes
-therefore mean what they mean in a program. The zygote itself never makes a process group and starts no thread.
+SystemExit, a signal) are the interpreter's own, and with `normal_exit` every end is. Exit codes therefore mean what
+they mean in a program. The zygote itself never makes a process group and starts no thread.
 
 Requests and replies are JSON lines on stdin and stdout: `{"spawn": {...}}` returns `{"pid": n}`, `{"poll": pid}`
 returns `{"status": code or null}` (negative for a signal). End of input ends the zygote; its ranks are then killed by a
@@ -119,8 +119,8 @@ def end() -> None:
 
 def main() -> None:
     """Serves requests until the end of input. In a forked rank, returns after the rank's function."""
-    # Imports of nearly every rank, which would cost each rank 50 ms of processor time, of 150 ms for a short test
-    # (2-core EPYC, 2026-11-25). Ranks that must import the package like a fresh interpreter are not made here.
+    # Nearly every rank needs these imports. In each rank they would take 50 of the 150 ms of processor time of a short
+    # test (2-core EPYC, 2026-11-25). Ranks that must import the package like a fresh interpreter are not made here.
     import harness
     import numpy  # noqa: F401
     import torch.distributed  # noqa: F401

@@ -15,7 +15,7 @@ from speak import Vendor, combine, connected, numbers, ok
 ALL = ("nccl", "hccl", "cncl")
 EVERY = pytest.mark.parametrize("vendor", ALL)
 COUNT = 1003
-#: With this variable the stream waits, and not the host in a first launch.
+#: Connects ranks when a communicator is made. So calls wait for peers on their stream, and not on the host.
 CONNECTED = {"SAGELLM_SIM_CONNECT": "eager"}
 
 

@@ -190,7 +190,7 @@ pub fn spans(memory: &mut [u8], blocks: Option<Vec<usize>>) -> Vec<Span> {
             .into_iter()
             .map(|bytes| {
                 addr += bytes;
-                // A layout gives an empty block no address.
+                // As in a layout, an empty block has the address 0.
                 Span { addr: if bytes == 0 { 0 } else { addr - bytes }, bytes }
             })
             .collect(),

@@ -34,7 +34,7 @@ pub fn reference_all(dtype: Dtype, op: ReduceOp, inputs: &[Vec<u8>], factors: &[
 }
 
 pub fn power_of_two(e: i32) -> f64 {
-    // By its bits: `powi` promises no precision.
+    // Builds the number from its bits, because `powi` promises no precision.
     match e {
         ..-1022 => f64::from_bits(1u64.checked_shl((e + 1074) as u32).unwrap_or(0)),
         -1022..=1023 => f64::from_bits(((e + 1023) as u64) << 52),
@@ -60,7 +60,7 @@ pub fn decode_16(bits: u16, fraction: u32) -> f64 {
     }
 }
 
-/// Rounds to the nearest 16-bit float, ties to even: counts the steps of the number's own binade.
+/// Rounds to the nearest 16-bit float, ties to even. `count` is the number in units of its last place.
 fn encode_16(number: f32, fraction: u32) -> u16 {
     let exponent_bits = 15 - fraction;
     let bias = (1 << (exponent_bits - 1)) - 1;

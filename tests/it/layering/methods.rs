@@ -1,5 +1,5 @@
 //! Cycles that need no `use`: the methods of one type are in several files of a folder, and call each other through
-//! `self`. If a file names the type whose methods it has, that is no dependency here, because it cannot avoid it.
+//! `self`. Here it is no dependency that a file names the type, because a file with methods of a type must name it.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! The filters in `.ci/miri`. A filter that matches no test is no error for cargo, so a module that moves would leave
-//! Miri unnoticed.
+//! The filters in `.ci/miri`. Cargo does not report a filter that matches no test, so Miri would silently skip
+//! the tests of a module that was moved.
 
 use std::path::Path;
 

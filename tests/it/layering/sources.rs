@@ -39,7 +39,7 @@ pub(super) fn products() -> BTreeMap<Module, String> {
     };
     let all: BTreeMap<Module, String> = all.iter().map(read).collect();
     assert!(all.len() > 100, "the sources were not found");
-    // A file of which the product has no `mod` is for tests alone.
+    // A file that no `mod` of the product declares is for tests alone.
     let is_declared = |me: &Module| {
         let Some((name, parent)) = me.split_last() else { return true };
         let parent = if parent.is_empty() { &["lib".to_string()][..] } else { parent };

@@ -75,8 +75,8 @@ fn is_used(name: &str, code: &str) -> bool {
     })
 }
 
-/// The compiler reports a private function that nothing calls. Here are the public ones and those of traits. A name that
-/// another function also has, such as `new`, hides one that only tests call.
+/// Finds public functions, and functions that traits declare, that only tests call; the compiler reports private ones.
+/// Misses a function if the product calls another one of the same name, such as `new`.
 #[test]
 fn each_function_is_called_by_the_product() {
     let products = products();
@@ -103,7 +103,7 @@ fn each_function_is_called_by_the_product() {
     assert!(unused.is_empty(), "only tests call them: remove them, or compile them for tests alone: {unused:#?}");
 }
 
-/// A fault point that no code calls is never reached, and one that several places call names no single place.
+/// A fault point that no code calls is never reached, and one that several places call identifies no place.
 #[test]
 fn each_fault_point_is_one_place() {
     let mut calls: BTreeMap<String, Vec<String>> = BTreeMap::new();

@@ -18,7 +18,7 @@ simdevice.install({name!r}).use_library(os.environ["SAGELLM_TEST_RUNTIME"], {fla
 """
 
 
-#: Each run takes a minute, and the command treats all vendors alike, so only one runs every time.
+#: Each run takes a minute, and the command treats all vendors alike, so every run tests only NCCL.
 EACH = [pytest.param(vendor, marks=[] if vendor == "nccl" else pytest.mark.long) for vendor in VENDORS]
 
 

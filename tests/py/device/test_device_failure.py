@@ -24,7 +24,7 @@ from on_device import holds
 from simulated import VENDORS, environment, exit_code, load_lazily, start
 
 pytestmark = pytest.mark.timeout(900)
-#: Seconds until the calls of a group that another rank does not join have failed.
+#: Timeout in seconds of calls that another rank does not join.
 DEADLINE = 2
 #: The exit code if the option `on_device_failure` is "exit".
 EXIT_CODE = 70
@@ -238,8 +238,8 @@ def in_one_go(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def beside_the_watch(ctx: Context) -> None:
-    """Calls that get a failure before or after the watch, the thread that raises failures, has raised it. While `go` is
-    not set, the watch is held just before it raises one."""
+    """Calls get a failure before or after the watch (the thread that raises failures) has raised it. Until `go` is set,
+    the watch is held just before it raises a failure."""
     import torch_sagellm
     from torch_sagellm._private import failure
 
@@ -327,8 +327,8 @@ def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict
 
 
 def other_threads(ctx: Context) -> None:
-    """The thread that issued the call gets the error, or the main thread if that thread has ended. Failures of two
-    groups raise one exception."""
+    """The thread that issued the call gets the error. If this thread has ended, the main thread gets it. Failures of
+    two groups raise one exception."""
     import torch_sagellm
 
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))

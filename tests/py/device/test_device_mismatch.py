@@ -28,7 +28,7 @@ from test_disagreements import CALLS, Passed, changes
 pytestmark = pytest.mark.timeout(900)
 
 Call = Callable[[Any, str, bool], Any]
-#: What each of two ranks calls, and how the error names that.
+#: The calls of two ranks, each with the text by which the error names it.
 Case = tuple[tuple[Call, str], tuple[Call, str]]
 
 

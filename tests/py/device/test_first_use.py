@@ -1,7 +1,7 @@
 """The first uses of a communicator, in which a library waits on the host for the other ranks.
 
-Like NCCL and HCCL, the simulators connect ranks at the first launch of a kind, size or direction of messages; the
-communicators exist before. Rank 1 is late, never calls, or dies; or rank 0 is interrupted or aborts the group.
+Like NCCL and HCCL, the simulators connect ranks not when a communicator is created, but at the first launch of each
+kind, size or direction of messages. Rank 1 is late, never calls, or dies; or rank 0 is interrupted or aborts the group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simulated import VENDORS, environment, start
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-#: Timeouts in seconds: for a launch that hangs, and for first calls, each of which must time out in turn.
+#: Timeouts in seconds: for a launch that hangs, and `SHORT` for first calls, which must all time out in turn.
 TIMEOUT = 3
 SHORT = 1
 #: The library itself would wait for far longer than any test.

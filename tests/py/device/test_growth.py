@@ -19,7 +19,7 @@ from simulated import VENDORS, environment, start
 pytestmark = pytest.mark.timeout(600)
 
 FEW, MANY = 4, 16
-# A process has these, each started when first needed, which may be only after the first groups. The second progress
+# Threads of a process. Each is started when first needed, which may be after the first groups. The second progress
 # thread belongs to the simulator, whose library contains another copy of the engine.
 OF_PROCESS = Counter(["sagellm-progres", "sagellm-progres", "sagellm-device", "sagellm-overdue"])
 

@@ -56,9 +56,9 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
 
 
 def settled(device: Any) -> int:
-    """Returns the number of allocations in use when no operation is in flight. Waits until the number is stable for
-    longer than the list of `comes_back_to` keeps an allocation. With a number that is one too high, the test would miss
-    an allocation that is freed too early."""
+    """Returns the number of allocations in use when no operation is in flight. Waits until the number has been
+    stable for longer than the list that `comes_back_to` describes keeps an allocation. If the number were one too high,
+    the test would miss an allocation that is freed too early."""
     torch.accelerator.synchronize()
     gc.collect()
     dist.all_reduce(torch.ones(1))  # any call of this package drops the references of ended operations

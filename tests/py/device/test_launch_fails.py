@@ -89,8 +89,8 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     dist.barrier()
     parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (3, 5)]
     torch.accelerator.synchronize()
-    # Both ranks must have left the barrier before rank 0's call fails. If the group fails before a rank has seen that
-    # the device has passed a call, the rank takes this call for failed, and the barrier too.
+    # Both ranks must have left the barrier before rank 0's call fails. If the group fails before a rank sees that the
+    # device has finished a call, the rank counts this call as failed, and the barrier too.
     ctx.tell("past the barrier")
     own, begin = "", time.monotonic()
     with device.full() if how == "memory" and ctx.rank == 0 else nullcontext():
@@ -109,7 +109,7 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     os._exit(0)
 
 
-#: CNCL cannot split communicators. Only a list allocates device memory before its launch, so only a list can lack it.
+#: CNCL cannot split communicators. Only a list allocates device memory before its launch, so only a list can run out.
 CASES = [(vendor, what, "refused") for vendor in VENDORS for what in CALLS if (vendor, what) != ("cncl", "child")]
 if not torch_at_least(2, 13):  # split_group of older torch needs a cuda device
     CASES = [case for case in CASES if case[1] != "child"]

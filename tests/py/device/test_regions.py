@@ -146,7 +146,7 @@ def message(ctx: Context, at: str) -> None:
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_an_exception_inside_a_region_or_a_batch_ends_it(carrier: str, libraries: dict[str, Path]) -> None:
-    """Whichever code raises the exception: afterwards each synchronous call gives its numbers, and the next region and
+    """After the exception, whichever code raises it, each synchronous call gives its numbers, and the next region and
     batch work."""
     env = {} if carrier == "cpu" else environment(carrier, libraries)
     run_fresh(goes_on, 2, carrier, env=env, timeout=120)

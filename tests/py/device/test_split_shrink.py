@@ -87,7 +87,7 @@ def test_split_makes_the_communicator_out_of_the_parents_where_the_library_can(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
     """One rank is outside of all new groups. A library that cannot split creates the communicator from a new id.
-    `new_group` involves no rank outside."""
+    Ranks outside of a group take no part in its `new_group`."""
     run_fresh(splits, 3, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace")))
 
 
@@ -144,7 +144,7 @@ def shrinks(ctx: Context, vendor: str, flag: int, busy: bool) -> None:
 def test_those_that_are_left_go_on_in_a_smaller_group(
     vendor: str, flag: int, busy: bool, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """After a kill. If the library can shrink communicators, and nothing has aborted the old one, it is used."""
+    """After a kill. The library shrinks the old communicator, if it can and if nothing has aborted the communicator."""
     more = environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
     if busy:  # else the death would be raised in the survivors' next statements
         more["SAGELLM_ON_DEVICE_FAILURE"] = "none"
@@ -181,7 +181,7 @@ def shrinks_in_flight(ctx: Context, vendor: str) -> None:
 def test_what_is_under_way_ends_well_before_a_group_shrinks(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Without the abort flag, operations in flight must complete: the library would end them and leave wrong numbers
-    without an error."""
+    """Without the abort flag, operations in flight must complete first. Otherwise the library would end them and leave
+    wrong numbers without an error."""
     more = environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"), SAGELLM_SIM_SLOW_US="5000")
     run_fresh(shrinks_in_flight, 3, vendor, env=more)

@@ -89,8 +89,8 @@ def asynchronous(ctx: Context, native: bool, queue: float | None) -> None:
 
 @ways
 def test_rule_32_streams_are_ordered_both_ways(native: bool, queue: float | None, run: Run) -> None:
-    """Rule 32: the library runs after the earlier work of the caller's stream, and before its work after wait(), which
-    does not block the host."""
+    """Rule 32: the library runs after the earlier work of the caller's stream, and the stream's work after wait() runs
+    after the library. wait() does not block the host."""
     run(asynchronous, native, queue)
 
 
@@ -269,7 +269,7 @@ def futures(ctx: Context) -> None:
 
 
 def test_futures_order_the_stream_that_takes_the_value(run: Run) -> None:
-    """The value is a list of tensors. wait() and callbacks make their stream wait for the operation."""
+    """The value is a list of tensors. wait() and callbacks make the current stream wait for the operation."""
     run(futures)
 
 

@@ -305,7 +305,7 @@ def replay_hangs(ctx: Context, idle: bool) -> None:
 @pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
 @pytest.mark.parametrize("idle", [False, True], ids=["at once", "after a while"])
 def test_a_replay_that_waits_for_a_dead_rank_ends(idle: bool, libraries: dict[str, Path]) -> None:
-    """No thread watches the replay. While a group has captured calls, a thread checks for dead ranks."""
+    """No thread watches the replay itself, but while a group has captured calls, a thread checks for dead ranks."""
     with launch(replay_hangs, 2, idle, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0) == "launched"
         job.signal(1, signal.SIGKILL)
@@ -589,7 +589,7 @@ def just_ends(ctx: Context, vendor: str) -> None:
         ctx.listen()  # never issues what rank 0 has in flight
     else:
         device.kernel_delay(0.0)
-        ctx.kept = dist.all_reduce(value, async_op=True)  # type: ignore[attr-defined]  # lives on into the end
+        ctx.kept = dist.all_reduce(value, async_op=True)  # type: ignore[attr-defined]  # alive when the process exits
         ctx.tell("under way")
 
 

@@ -252,7 +252,7 @@ def aborts(ctx: Context, vendor: str, waits: bool) -> None:
 @pytest.mark.parametrize("waits", [True, False], ids=["waited_for", "not_waited_for"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_an_abort_ends_what_is_under_way(vendor: str, waits: bool, libraries: dict[str, Path]) -> None:
-    """The waiting Work fails at once and not at the deadline, although the peer lives and has not issued it."""
+    """The waiting Work fails at once and not at the deadline, although the live peer has not issued the operation."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(aborts, 2, vendor, waits, env=env) as job:
         # An abort would also fail the first operation if the peer still waited for it, so wait until the peer has

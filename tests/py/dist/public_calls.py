@@ -18,7 +18,7 @@ TORCHS_OTHERS = {
     "new_group", "new_subgroups", "new_subgroups_by_enumeration", "record_comm", "set_timeout", "shrink_group",
     "split_group", "supports_complex",
 }  # fmt: skip
-#: Names in torch.distributed that mean another function, or a function that only calls the other one.
+#: Names in torch.distributed that are aliases of another function, or wrappers that only call it.
 SAME = {
     "all_gather_single": "all_gather_into_tensor",
     "gather_into_tensor": "gather_single",

@@ -221,7 +221,7 @@ def test_an_average_is_finite_on_eight_ranks() -> None:
     run_fresh(largest_alone, 8)
 
 
-#: The formats of sums in fewer bytes. In `mixed` one rank uses another format or another op than its peers.
+#: Formats that send sums in fewer bytes. In `mixed` one rank uses another format or another op than its peers.
 FORMATS: dict[str, Callable[[], Any]] = {
     "fp16": lambda: "fp16",
     "bf16": lambda: "bf16",

@@ -132,7 +132,7 @@ def recovers(ctx: Context, group: Any) -> None:
     assert value.tolist() == [2.0, 2.0] and groups.backend_of(new).options.strict
 
 
-#: The public names that exchange no tensors, or are no function: what uses them with a group.
+#: Functions that use public names with a group. These names exchange no tensors, or are no functions.
 TABLE: dict[str, tuple[tuple[str, ...], Callable[[Context, Any], None]]] = {
     "explain": (("explain",), explains),
     "statistics": (("reset_stats", "get_stats", "gather_stats"), counts),

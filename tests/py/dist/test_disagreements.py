@@ -43,7 +43,7 @@ def refusal(calls: Callable[[Any], object]) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
-        dist.barrier()  # a rank that leaves earlier could be the error that its peers get
+        dist.barrier()  # if a rank left earlier, its peers could get that as the error
         dist.destroy_process_group(group)
     return ""
 

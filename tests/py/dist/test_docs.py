@@ -62,9 +62,9 @@ BLOCK = re.compile(r"(?:^<!-- (?:not run: ([^\n]*?)|(output)) *-->\n)?^( *)```([
 RUN = ("python", "console", "bash")
 #: The parts of an expected output that match any number or any text.
 OPEN = re.compile(r"(\.\.\.|~[\d.,]*\d|[ \t]+)")
-#: A file name in code type. Its folder is one of those whose files pages may name.
+#: A path in code type that begins with a folder of the project. The file must exist.
 NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
-#: How a line of code begins, in a block that does not say that it is code.
+#: The beginning of a line of code. A block that is text, or has no language, must not contain such a line.
 CODE = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:import|export|pip|python|make|torchrun|cargo|torch-sagellm) ", re.M)
 LINKED = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)

@@ -30,7 +30,7 @@ def estimates(ctx: Context) -> None:
     text = expect_raises(ValueError, lambda: estimated(lambda: dist.send(small, (ctx.rank + 1) % ctx.world_size)))
     assert "no send can be estimated" in text
 
-    # The failed estimation above has not ended, so the next one is refused until it has.
+    # The failed estimation above has not ended. Until it ends, the next one is refused.
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert "is running" in expect_raises(ValueError, lambda: estimated(lambda: None))
     assert backend._end_time_estimate() == 0.0

@@ -76,7 +76,7 @@ def asynchronous(ctx: Context) -> None:
             assert future.done()
         assert counted.wait() == len(SHAPES) * 2
     assert torch_sagellm.fused_all_reduce([], async_op=True).wait() == []
-    group, last = dist.new_group(), [torch.ones(3)]  # its own group, because the error ends it
+    group, last = dist.new_group(), [torch.ones(3)]  # a separate group, because the error ends the group
     if ctx.rank == 0:  # rank 1 makes another call: the future raises what the synchronous form would raise
         future = torch_sagellm.fused_all_reduce(last, group=group, async_op=True)
         said = expect_raises(dist.DistBackendError, future.wait)

@@ -28,8 +28,11 @@ def calls(ctx: Context, count: int) -> None:
 
 
 def predictions(ctx: Context) -> tuple[dict[str, tuple[str, float | None]], str]:
-    """For each operation, whose calls its prediction for 64 KiB comes from, and the prediction in seconds: before this
-    group has made calls, with no group (`alone`), and afterwards (`after`)."""
+    """Predictions for 64 KiB: whose calls each is based on, and its seconds. Also the text of one explanation.
+
+    Predictions for operations are made before this group has made calls, `after` is made afterwards, and `alone` is for
+    no group.
+    """
     import torch_sagellm
 
     ctx.init()

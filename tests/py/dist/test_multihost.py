@@ -401,7 +401,7 @@ def messages_over_hosts(ctx: Context, names: list[str]) -> None:
         dist.recv(none, 0, tag=4)
     dist.barrier()
     if me != 0:
-        # The barrier that has failed on rank 0.
+        # This barrier has failed on rank 0.
         expect_raises(RuntimeError, lambda: monitored_barrier(timedelta(seconds=5)))
     monitored_barrier(timedelta(seconds=30))  # the failed barrier has not poisoned the group
     dist.destroy_process_group()
@@ -467,8 +467,8 @@ def further_groups(ctx: Context, names: list[str]) -> tuple[int, int, int, int]:
 @beyond_gloo("each of its groups connects all ranks anew")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rule_23_further_groups_over_hosts_open_no_connection(hosts: list[str], world_size: int) -> None:
-    """When they end, they close no connection that other groups use. At the end one listening socket remains, by which
-    `recover` finds out whether the process lives."""
+    """When a further group ends, it closes no connection that other groups use. At the end one listening socket
+    remains, by which `recover` finds out whether the process lives."""
     for one, nine, again, after in run_fresh(further_groups, world_size, hosts, env=ENV):
         # A connection to each other rank and a listening socket; after the last group only a listening socket.
         assert (one, nine, again, after) == (world_size + 1, world_size + 1, world_size + 1, 1)

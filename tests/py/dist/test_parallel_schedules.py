@@ -54,7 +54,7 @@ def experts(ctx: Context, factor: float | None, pad: bool, hierarchical: bool = 
     moe = torch_sagellm.MoEDispatcher(EXPERTS, capacity_factor=factor, pad=pad, hierarchical=hierarchical)
 
     def count_of(rank: int) -> int:
-        """Ranks have different numbers of tokens, except with padding; rank 0 has none if there are others."""
+        """Ranks have different numbers of tokens, except with padding; rank 0 of several has none."""
         return 40 if pad or ctx.world_size == 1 else 30 * rank
 
     count = count_of(ctx.rank)
@@ -132,7 +132,7 @@ def test_rows_go_in_two_steps_where_hosts_have_several_ranks(
 
 
 def exchanges(ctx: Context, many: bool) -> None:
-    """Counts messages: one per pair of ranks and direction, plus the counts, unless the counts are known before."""
+    """Counts operations: two all_to_alls (dispatch, combine), and an all_gather of the counts if they are unknown."""
     import torch_sagellm
 
     tokens, chosen, weights = tokens_of(ctx.rank, 24)
@@ -154,7 +154,7 @@ def test_rows_travel_in_one_exchange_and_counts_only_where_they_are_not_known(ma
 
 
 def sizes(ctx: Context) -> None:
-    """One rank has many rows and the other has few: each stores its own rows in another way."""
+    """One rank has many rows and the other has few, so only the first one stores its own rows last."""
     import torch_sagellm
 
     moe = torch_sagellm.MoEDispatcher(EXPERTS)

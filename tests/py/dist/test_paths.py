@@ -135,7 +135,7 @@ def dies_after_a_cable(ctx: Context, names: list[str], victim: str) -> float:
     reduced(n, me, MIB)
     if me == 0:
         net.cut(names[0], victim)
-    reduced(n, me, 16 * MIB)  # by the other one
+    reduced(n, me, 16 * MIB)  # over the other cable
     if me == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()

@@ -272,7 +272,7 @@ def test_a_group_that_could_be_reconfigured_is_refused() -> None:
 
 
 def reads_a_key_that_comes_and_goes(ctx: Context, kind: str) -> None:
-    """One thread reads a key again and again while this one sets and deletes it. No read may wait for the key."""
+    """A thread reads a key again and again while the main thread sets and deletes it. No read may wait for the key."""
     from torch_sagellm._private import load
 
     extension = load.extension()

@@ -506,6 +506,6 @@ def a_tensor_twice(group: Any, rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_list_that_has_a_tensor_twice_gives_what_gloo_makes_of_it(world_size: int) -> None:
-    """gloo combines copies and stores them one after the other. Each tensor of the list gets the result of its own
-    elements."""
+    """gloo copies the tensors, combines the copies and stores the results one after the other. So each tensor of the
+    list gets the result of its own elements."""
     run_fresh(both, world_size, a_tensor_twice)

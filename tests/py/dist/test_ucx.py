@@ -62,7 +62,7 @@ def floats(ctx: Context, names: list[str]) -> str:
 
 @pytest.mark.parametrize("more", [{}, {"UCX_TLS": "all"}, {"SAGELLM_FUSION": "0", "UCX_RNDV_THRESH": "1k"}])
 def test_the_bits_are_those_of_the_link_over_tcp(three_hosts: list[str], more: dict[str, str]) -> None:
-    """Also over the shared memory of this machine, and if UCX keeps short data at its sender."""
+    """Also if UCX uses the shared memory of this machine, and if it leaves even short data at the sender."""
     hashes = set()
     for env in (TCP, {**ENV, "SAGELLM_LOG": "info", **more}):
         with launch(floats, 3, three_hosts, env=env) as job:

@@ -670,8 +670,8 @@ def test_rule_08_a_thread_that_keeps_the_interpreters_lock_stalls_no_peer() -> N
 
 
 def added_to_timeouts(ctx: Context) -> None:
-    """Each added timeout applies until the first operation that is issued after it has ended. Rank 1 issues when rank 0
-    sets a key."""
+    """An added timeout is removed when the first operation that was issued after the addition ends. Rank 1 issues when
+    rank 0 sets a key."""
     ctx.init(operations=timedelta(seconds=60))
     if ctx.rank == 1:
         for number in range(6):
@@ -709,7 +709,7 @@ def added_to_timeouts(ctx: Context) -> None:
 @beyond_gloo("it ignores the call")
 @pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
 def test_an_ephemeral_timeout_is_added_until_the_first_operation_after_it_has_ended() -> None:
-    """`_add_ephemeral_timeout_for_all_pgs`, which a compiler calls before it makes other ranks wait for it."""
+    """`_add_ephemeral_timeout_for_all_pgs`, which a compiler calls before it makes other ranks wait."""
     run_fresh(added_to_timeouts, 2)
 
 

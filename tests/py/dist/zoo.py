@@ -1,9 +1,9 @@
 """The tensor zoo for `test_tensor_zoo.py`: every kind of tensor that a program may pass, and every public call.
 
-A call is a function that gets its tensors from a `Visit`. The role says which of its tensors are of the kind: "into"
-those that it only writes, "from" those that it only reads, "in place" those that it reads and writes. All others are
-plain. Afterwards the whole memory of each tensor is compared, byte by byte, with a twin into which torch has written
-the expected values. So results are checked in the base memory, and bytes around a view must not change.
+A call is a function that gets its tensors from a `Visit`. The role says which tensors are of the kind: "into"
+those that the call only writes, "from" those that it only reads, "in place" those that it reads and writes. All others
+are plain. Afterwards the whole memory of each tensor is compared, byte by byte, with a twin into which torch has
+written the expected values. So results are checked in the base memory, and bytes around a view must not change.
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ class Call:
 
     run: Callable[[Visit], None]
     roles: tuple[str, ...]
-    #: If only one rank passes a tensor in a role: that rank, by role. If it refuses the tensor, the other rank makes no
-    #: call.
+    #: By role, the rank that passes a tensor if only one rank does. If this rank refuses the tensor, the other rank
+    #: makes no call.
     only: dict[str, int]
     #: Whether the call adds numbers.
     reduces: bool

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from harness import Context
 from zoo import CALLS, KINDS, Call, Kind, Visit
 
-#: Outcomes of a case: it returns the results; it raises an error; it returns without an error and all memory is
-#: unchanged; one of the two previous outcomes; or it is not tried.
+#: Outcomes of a case, in this order: it returns the results; it raises an error; it returns without an error and all
+#: memory is unchanged; it is `REFUSED` or `LOST`; it is not tried.
 WORKS, REFUSED, LOST, IGNORED, SKIPPED = "works", "refused", "lost", "ignored", "skipped"
 DEFAULT_ERRORS = (ValueError, TypeError, RuntimeError)
 

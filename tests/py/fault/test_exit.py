@@ -187,7 +187,7 @@ def repeat(turns: int, once: Callable[[int], None], say: Callable[[str], None]) 
 
 
 def exit_once(moment: str, turn: int) -> None:
-    """Runs one job that exits at ``moment``. Its exit codes must be right, and no file may be left in /dev/shm."""
+    """Runs a job of the exit scenario ``moment``. Its exit codes must be right, and no file may be left in /dev/shm."""
     fn, expected = MOMENTS[moment]
     with launch(fn, 2, normal_exit=True) as job:
         codes = [outcome.code for outcome in job.wait(60)]
@@ -200,7 +200,7 @@ def exit_once(moment: str, turn: int) -> None:
 
 
 def skip_what_gloo_cannot(moment: str) -> None:
-    """Skips moments at which gloo fails, if the suite itself is being checked with gloo."""
+    """Skips exit scenarios in which gloo fails, if the suite itself is being checked with gloo."""
     if IS_GLOO and moment in GLOO_CANNOT:
         pytest.skip("gloo: may hang, or lose the race of a fast destroy")
 

@@ -21,7 +21,7 @@ from net import enter
 
 pytestmark = beyond_gloo("waits in one call that hears of no signal")
 
-#: The groups' timeout, and the seconds within which the interrupted call must end: other tests may share the two cores.
+#: The groups' timeout, and the seconds within which the interrupted call must end. Other tests may share the cores.
 TIMEOUT = timedelta(seconds=90)
 SOON = 10.0
 
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_the_wait_for_the_ranks_of_a_further_group(late: int) -> Non
 
 
 def built_elsewhere(ctx: Context) -> float:
-    """The call that creates a delegate, a group of torch's, never returns."""
+    """The call that creates a delegate (a group of torch's) never returns."""
     from torch_sagellm._private import delegate
 
     held = threading.Event()

@@ -1,6 +1,6 @@
 """Tensors that peers can map (docs/internals/shared_tensors.md). If a rank was stopped and continues, it changes no
-tensor whose operation has failed. Nor does it mistake data that a peer wrote after the operation had failed for the
-operation's data."""
+tensor whose operation has failed. It also does not take what a peer wrote after the failure for the operation's
+data."""
 
 from __future__ import annotations
 

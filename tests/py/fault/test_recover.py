@@ -252,7 +252,7 @@ def test_with_no_rank_gone() -> None:
 
 
 def without_the_group_of_rank_1(ctx: Context, how: str) -> tuple[str, Any]:
-    """Rank 1 does not get its new group: its own error has the words of a deadline, or it is late."""
+    """Rank 1 does not get its new group, because of an error with the words of a deadline or because rank 1 is late."""
     import torch_sagellm
     from torch_sagellm._private import groups
     from torch_sagellm.api import recovery
@@ -586,7 +586,7 @@ def test_the_dead_are_told_from_the_stopped_whatever_the_addresses(
             for rank in range(2):
                 assert job.hear(rank) == "ready"
             # A rank that is stopped in the middle of a request keeps the file's lock, so no other rank gets it. A rank
-            # that is killed while it writes leaves half an entry, and torch's FileStore then reads at its end for ever.
+            # that is killed while it writes leaves half an entry, and torch's FileStore waits for ever for the rest.
             job.signal(1, signal.SIGSTOP)
             while is_locked(job.tmp / "store"):
                 job.signal(1, signal.SIGCONT)

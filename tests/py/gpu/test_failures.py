@@ -142,7 +142,7 @@ def fails(ctx: Context, why: str) -> None:
     found = []
     for way in WAYS:
         group = connected(60)
-        for _ in range(2):  # the second is no first call
+        for _ in range(2):  # so that the failing call is not a first call
             way(torch.full((4,), ctx.rank + 1.0, device="cuda"), group)
             torch.cuda.synchronize()
         backend = group._get_backend(torch.device("cuda"))

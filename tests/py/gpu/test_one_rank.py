@@ -120,7 +120,7 @@ def captured(ctx: Context, device: str, asynchronous: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_captured_call_is_played_again(asynchronous: bool) -> None:
-    """Every replay gives the right numbers, and calls that were under way are not affected."""
+    """Every replay gives the right numbers, and calls that were in flight are not affected."""
     on_card(1, captured, asynchronous)
 
 

@@ -1,7 +1,7 @@
 """Two and four ranks share one NVIDIA card. Results are tested, but not speed, because the ranks use the card in turns.
 
-NCCL allows several ranks on one card since 2.30.3, as an experiment. What changes if every rank has its own card is not
-seen here.
+NCCL allows several ranks on one card since 2.30.3, as an experiment. These tests do not show what changes
+if every rank has its own card.
 """
 
 from __future__ import annotations

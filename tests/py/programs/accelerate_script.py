@@ -1,7 +1,7 @@
 """Runs one of accelerate's own test scripts, in a default group that is made beforehand, or in one that accelerate
 makes.
 
-accelerate has a fixed list of backends, but uses a group that exists when it starts as it is. With SAGELLM_AS
+accelerate has a fixed list of backends, but if a group exists when it starts, it uses this group. With SAGELLM_AS
 accelerate makes the group itself, as gloo. Usage (under torchrun): accelerate_script.py BACKEND MODULE.
 """
 

@@ -37,7 +37,7 @@ class Over(Exception):
 
 class Rank:
     """One rank that runs a program. `seconds` is the timeout of the groups. `apart`: the ranks are on several hosts.
-    `reachable`: "all" or "some" buffers are in memory that peers can reach; with "some", other buffers on each rank.
+    `reachable`: "all" or "some" buffers are in memory that peers can reach; with "some", different ones on each rank.
     """
 
     def __init__(

@@ -63,12 +63,12 @@ class Taste:
 
     ranks: tuple[int, ...] = (2, 2, 3, 3, 4)
     dtypes: tuple[str, ...] = tuple(DTYPES)
-    #: Operations under way may use the same memory; not with gloo, which runs them in any order.
+    #: Operations in flight may use the same memory; not with gloo, which runs them in any order.
     ordered: bool = True
     #: Like `ordered`, for two operations of which one is a message.
     mixed: bool = True
     strided: bool = True
-    #: Strided tensors may interleave with tensors of operations under way.
+    #: Strided tensors may interleave with tensors of operations in flight.
     interleaved: bool = True
     average: bool = True
     scattered: bool = True  # reduce_scatter may be asynchronous; gloo's ends only in its own wait, not by a barrier
@@ -216,7 +216,7 @@ class Draw:
         return [g for g, ranks in enumerate(self.program.groups) if len(ranks) >= least and not gone & set(ranks)]
 
     def may_follow(self, node: Node, g: int, collective: bool) -> bool:
-        """True if an operation of group `g` may use memory of `node`, which is under way."""
+        """True if an operation of group `g` may use memory of `node`, which is in flight."""
         taste = self.taste
         return node.group == g and taste.ordered and (taste.mixed or (node.collective and collective))
 
@@ -438,7 +438,7 @@ class Draw:
         return True
 
     def several(self, g: int, kinds: list[str]) -> list[Step]:
-        """Draws collectives of these kinds that may be under way at the same time."""
+        """Draws collectives of these kinds that may be in flight at the same time."""
         members, calls = self.program.groups[g], []
         taken: dict[int, list[tuple[View, bool]]] = {rank: [] for rank in members}
         for kind in kinds:
@@ -610,7 +610,7 @@ class Draw:
         return True
 
     def anyone(self) -> bool:
-        """Several ranks send to one, which receives from any rank. No other message with this tag is under way."""
+        """Several ranks send to one, which receives from any rank. No other message with this tag is in flight."""
         rng, groups = self.rng, list(range(len(self.program.groups)))
         g = rng.choice(groups)
         ranks = [rank for rank in self.program.groups[g] if rank not in self.model.gone]

@@ -7,10 +7,10 @@ later moment, so a program that ends here ends on every backend. A program is il
 a rank waits for an operation that cannot happen yet, two groups use memory at the same time, or the program itself
 writes memory that an operation still needs.
 
-A rank knows that an operation has ended after it waited for the operation, or if the call was synchronous. It also
-knows it after the end of a later operation on the same memory that had to follow (but not of a send, which may continue
-from a copy). And it knows it after a barrier: for collectives of the barrier's group that it issued before, and for
-messages that it sent and whose receiver had received them before the barrier.
+A rank knows that an operation has ended if the call was synchronous, or if the rank has waited for the operation. The
+end of a later operation that had to follow it on the same memory shows the same (but not for a send, which may continue
+from a copy). A barrier shows the end of collectives of its group that the rank issued before, and of messages that the
+rank sent and whose receiver had received them before the barrier.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class Model:
         self.in_use[rank].append(node)
 
     def conflicts(self, rank: int, touched: list[tuple[View, bool]]) -> list[Node]:
-        """Operations under way on a rank for which a use of this memory must wait."""
+        """Operations in flight on a rank for which a use of this memory must wait."""
         return [
             node
             for node in self.in_use[rank]

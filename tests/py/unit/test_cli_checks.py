@@ -218,7 +218,7 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
 
 
 def test_every_variable_that_the_build_reads_is_known() -> None:
-    """A shell that sets one for its builds also runs `doctor`."""
+    """`doctor` may run in a shell that sets such a variable for its builds."""
     read = set(re.findall(r'"(SAGELLM_[A-Z_]+)"', (ROOT / "setup.py").read_text()))
     assert "SAGELLM_PREBUILT" in read and not {name for name in read if not name.startswith(checks.OTHERS)}
 

@@ -1,4 +1,4 @@
-"""Which reports of the core are those of a deadline, and which ranks they miss."""
+"""Which error texts of the core report a deadline, and which ranks they name as missing."""
 
 from __future__ import annotations
 

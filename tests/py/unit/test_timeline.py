@@ -92,8 +92,8 @@ def test_a_trace_is_read_again_and_the_same_operation_counts_once(tmp_path: Path
 
 
 def test_a_trace_in_microseconds_and_a_record_in_nanoseconds_are_one_operation(tmp_path: Path) -> None:
-    """A float holds today's time in microseconds only to a quarter, and the files were written at two different
-    times."""
+    """A float holds today's time in microseconds only to a quarter of a microsecond, and the files were written at two
+    different times."""
     wall = 1_795_000_000 * SECOND + 333
     records = [record(at + 1, 100_000 * at + 7, 100_000 * at + 500) for at in range(4)]
     facts = {"group": "tp", "rank": 0, "members": [4, 7], "fault": "why", "now": 1000, "wall": wall + 90}

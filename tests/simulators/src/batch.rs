@@ -62,7 +62,7 @@ pub fn end(vendor: Vendor) -> Option<Option<Batch>> {
     })
 }
 
-/// Ends one level and carries out the batch, for vendors whose calls have returned when their group ends. `unpaired`
+/// Ends one level and carries out the batch, for vendors whose calls do not continue after their group ends. `unpaired`
 /// makes the result if there was no level to end, `failed` the result if the ranks do not connect.
 pub fn close(vendor: Vendor, unpaired: impl FnOnce() -> i32, failed: impl FnOnce(&Error) -> i32) -> i32 {
     let batch = match end(vendor) {

@@ -1,8 +1,8 @@
 //! One operation as the core runs it: the arguments of the vendor's call, with device memory as addresses.
 //!
 //! The input is read when the operation's turn on the stream comes, and the output is written when the operation has
-//! ended; in between it uses private memory. A device behaves like this, too. So a test sees work that runs too early,
-//! and memory that is reused too early.
+//! ended; in between the operation uses private memory. A device behaves like this, too. So a test sees work that runs
+//! too early, and memory that is reused too early.
 
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
@@ -10,7 +10,7 @@ use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 use crate::float8;
 use crate::memory;
 
-/// Tags of the engine's messages: the data, and the word by which the receiver says that it is there.
+/// Tags of the engine's messages: the data, and the word that tells the sender that the receiver is there.
 const DATA: u32 = 0;
 const READY: u32 = 1;
 

@@ -37,7 +37,7 @@ pub static EXECUTABLE: Table<Graph> = Table::new(4);
 
 /// Number of captures that forbid unsafe calls on every thread.
 static STRICT: AtomicUsize = AtomicUsize::new(0);
-/// The captures under way, so that a forbidden call can invalidate them.
+/// The captures in progress, so that a forbidden call can invalidate them.
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
 thread_local! {

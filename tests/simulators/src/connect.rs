@@ -109,7 +109,7 @@ impl Connecting<'_> {
     }
 
     /// With a real library the program may end now, but the simulator's store would end with it. So this process waits
-    /// until the other ranks have seen it, up to a limit, because a rank that has died never looks.
+    /// until the other ranks have seen that it is there. The wait has a limit, because a dead rank never looks.
     fn stay_until_seen(&self, store: Option<&Client>) {
         let end = Instant::now() + STAY;
         let unseen = |side: &Side| !has(store, &side.seen(&side.other, &side.own));

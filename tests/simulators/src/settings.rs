@@ -19,8 +19,8 @@ pub struct Settings {
     /// `hang_at`: the number of the one that never ends. 0 means no operation.
     pub error_at: usize,
     pub hang_at: usize,
-    /// Of the calls of this process that would issue an operation: the number, from 1, of the one that is rejected with
-    /// an error; 0 for none.
+    /// The number, from 1, of the call of this process that is rejected with an error; 0 for none. Only calls that
+    /// would issue an operation count.
     pub refuse_at: usize,
     /// Extra time that the abort of a communicator takes.
     pub abort_takes: Duration,

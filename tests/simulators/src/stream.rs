@@ -2,7 +2,7 @@
 //! when the call returns.
 //!
 //! The event records of a stream may pass through a host queue, which all streams share; torch_npu's streams have such
-//! a queue. Then a call does not issue a record; another thread issues it later, or a query of the stream's state does.
+//! a queue. A call then only queues the record. Another thread issues it later, or a query of the stream's state does.
 //! Other work on the same stream issues the queued records first, so only other streams see the delay: a wait for an
 //! event whose record is still in the queue waits for nothing.
 
