@@ -168,6 +168,41 @@ def test_a_group_without_the_dead_rank_goes_on() -> None:
             assert job.wait_rank(rank, 20).code == 0, job.report()
 
 
+def messages_beside_a_death(ctx: Context) -> None:
+    ctx.init(timeout=timedelta(seconds=60))
+    dist.barrier()
+    if ctx.rank == 0:
+        _leave()
+    ctx.tell("ready")
+    ctx.listen()
+    if ctx.rank == 0:
+        return
+    backend, end = dist.group.WORLD._get_backend(torch.device("cpu")), time.monotonic() + patience(20)
+    while not {0, 1} <= set(backend._gone()):
+        assert time.monotonic() < end, "the ends of ranks 0 and 1 were not noticed"
+        time.sleep(0.01)
+    # Without the death the message would arrive: it needs neither rank 0 nor rank 1.
+    value = torch.ones(1)
+    call = dist.send if ctx.rank == 2 else dist.recv
+    text = expect_raises(RuntimeError, lambda: call(value, 5 - ctx.rank))
+    assert "rank 1 (pid" in text and "ended" in text, text
+    _leave()
+
+
+@beyond_gloo("a message goes on")
+def test_a_death_fails_a_call_that_does_not_need_the_rank_although_another_has_left() -> None:
+    """Rank 0 has left in order and its process has ended before rank 1 is killed."""
+    with launch(messages_beside_a_death, 4) as job:
+        for rank in range(4):
+            assert job.hear(rank) == "ready"
+        job.say(0, "go")
+        assert job.wait_rank(0, 20).code == 0, job.report()
+        job.signal(1, signal.SIGKILL)
+        for rank in (2, 3):
+            job.say(rank, "go")
+            assert job.wait_rank(rank, 20).code == 0, job.report()
+
+
 def stopped(ctx: Context) -> Told | None:
     ctx.init(operations=timedelta(seconds=2))
     dist.all_reduce(torch.ones(1))
