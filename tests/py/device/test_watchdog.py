@@ -140,8 +140,10 @@ def names_the_sleeper(job: Job, text: str) -> None:
 
 
 def unread(ctx: Context, vendor: str, hosts: list[str], sign: signal.Signals) -> None:
-    """Rank 1 does not issue the second operation of its second group, and ``sign`` stops or ends the server of the store,
-    whose one thread makes the requests of both groups."""
+    """Rank 1 does not issue the second operation of its second group.
+
+    ``sign`` stops or ends the store's server. One thread makes the requests of both groups.
+    """
     with open("/proc/self/ns/net") as home:
         net.enter(hosts[ctx.rank])
         store, server = store_of_its_own(ctx, net.address(0))
