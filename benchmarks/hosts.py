@@ -221,7 +221,7 @@ def markdown(whole: Result) -> str:
 
 
 def plot(whole: Result, path: Path) -> str | None:
-    """Draws a picture for each run: gloo's p10 divided by ours, by size. Returns the reason if nothing was drawn."""
+    """Plots, for each run, gloo's p10 divided by ours, by size. Returns the reason if nothing was drawn."""
     try:
         import matplotlib
 

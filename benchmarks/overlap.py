@@ -38,7 +38,7 @@ Span = tuple[str, float, float]
 def turn(overlapped: bool, layers: list[nn.Sequential], inputs: torch.Tensor) -> tuple[list[Span], float, float]:
     """One pass over the layers.
 
-    Returns the spans of computation, and begin and end of the turn on the traces' clock.
+    Returns the spans of computation, and when the pass began and ended, by the clock of the traces.
     """
     comm = torch_sagellm.create_comm_backend()
     scheduler = torch_sagellm.OverlapScheduler(comm)

@@ -108,7 +108,7 @@ def appear(paths: list[Path], children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def trial(case: Case) -> dict[str, float]:
-    """Seconds from the signal to the slowest survivor's error, group and result."""
+    """Seconds from the signal until every survivor has its error, its new group, and its first result."""
     with tempfile.TemporaryDirectory() as name, place(case) as (where, prefixes):
         folder, children = Path(name), []
         common = {**where, "RECOVER_INTO": name, "RECOVER_VICTIMS": len(case.victims), "OMP_NUM_THREADS": 1}

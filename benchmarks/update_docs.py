@@ -136,7 +136,7 @@ def control(row: Run) -> str:
 
 
 def noted(ratio: float, row: Run, *, control: bool, others: Iterable[str] = ()) -> str:
-    """A ratio, followed by the control of its row if the control is far from 1."""
+    """The ratio as text, with notes in brackets: ``others``, and the A/A control of the row if that is far from 1."""
     noise = control_of(row) if control else None
     notes = [*others, *([f"A/A {noise:.2f}"] if noise is not None and not 0.8 <= noise <= 1.25 else [])]
     return format_ratio(ratio) + (f" ({', '.join(notes)})" if notes else "")

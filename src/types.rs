@@ -307,7 +307,7 @@ impl<T> std::ops::Deref for Few<T> {
     }
 }
 
-/// A strided tensor: caller memory in runs of equal length at equal distances.
+/// A strided tensor: runs of equal length in caller memory, repeated in up to four dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strided {
     pub addr: usize,

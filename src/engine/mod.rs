@@ -263,7 +263,7 @@ impl Signed {
     /// no bytes.
     const SHARE: u64 = 1;
 
-    /// The signature of an all_to_all that is alone under its number.
+    /// The signature of an all_to_all whose number no other call has.
     pub fn all_to_all(signature: u64, sizes: &BlockSizes<'_>) -> Signed {
         Signed { signature: signature | Signed::SHARE, lists: sizes.share() }
     }

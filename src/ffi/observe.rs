@@ -69,7 +69,7 @@ pub mod ffi {
         /// All choices that such a group would make.
         #[Self = "Core"]
         fn table_without_group(ranks: usize, algorithm: &str) -> Result<String>;
-        /// What the start rules choose for `ranks` devices with this topology.
+        /// The algorithm that the start rules (`select/start.rs`) choose for `ranks` devices with this topology.
         #[Self = "Core"]
         fn start_rule(ranks: usize, topology: &str, kind: &str, bytes: u64) -> Result<String>;
         /// Writes a decision table for `ranks` ranks on this machine, and returns its path. `lines` has the format of

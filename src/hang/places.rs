@@ -12,7 +12,7 @@ use crate::error::contained;
 use crate::host::Host;
 use crate::os::watch;
 
-/// A request for a place. All threads that requested this place share it.
+/// A request for the place of a thread, which is the source line at which it is. All that ask meanwhile share it.
 #[derive(Clone, Default)]
 pub struct Asked(Arc<OnceCell<Option<String>>>);
 

@@ -221,7 +221,7 @@ impl State {
         self.give_place(keys, me)
     }
 
-    /// Answers again if the place of the program has become known.
+    /// Answers again, with the source line at which the program is, if that has become known.
     fn give_place(&mut self, keys: &StoreKeys, me: &dyn Participant) -> Result<()> {
         let status = self.reply.with_place(me.speaker());
         status.map_or(Ok(()), |status| keys.answer(me.rank(), &status))

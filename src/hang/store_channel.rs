@@ -1,6 +1,6 @@
-//! The channel through the store in which the ranks met, for ranks that share no memory. A thread reads the store
-//! (`store_threads`), because a store may block its caller for minutes. `queries` decides which rank asks and which
-//! collects the answers.
+//! Ranks that share no memory ask each other what they do through keys of the store in which they met. A thread reads
+//! the store (`store_threads`), because a store may block its caller for minutes. `queries` decides which rank asks and
+//! which collects the answers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -64,7 +64,7 @@ impl Follower {
 static KNOWN: PerProcess<Mutex<Vec<Weak<KnownPeers>>>> = PerProcess::new();
 
 impl KnownPeers {
-    /// Starts to watch processes that have just met. `End::rank` in `ends` is a place.
+    /// Starts to watch processes that have just met. In `ends`, `End::rank` is an index into `processes`.
     pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<KnownPeers>> {
         let (news, guard) = (Mutex::default(), OnceCell::new());
         let known_peers = Arc::new(KnownPeers { id, place, processes, news, guard });

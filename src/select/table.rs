@@ -125,7 +125,7 @@ impl Table {
 }
 
 impl Line {
-    /// `all_reduce:0-4KiB=slots 3040 ns; start 3040 ns`
+    /// Parses a line such as `all_reduce:0-4KiB=slots 3040 ns; start 3040 ns`.
     pub fn parse(text: &str) -> Result<Line, String> {
         let wrong = || format!("it is damaged: {text:?} is no line of a table");
         let (rule, times) = text.split_once(' ').ok_or_else(wrong)?;

@@ -26,7 +26,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 #: Seconds within which an expected event occurs, even on a busy machine.
 SOON = 20.0
-#: Seconds after the end of the first rank within which the other ranks have ended, unless they hang.
+#: Seconds that a rank that has ended waits for the other ranks to end.
 LAST_LOOK = 5.0
 
 

@@ -216,7 +216,7 @@ class BenchmarkResult:
     shape: tuple[int, ...]
     dtype: torch.dtype
     world_size: int
-    #: The size of the operation in bytes: of the tensor that a rank passes, or for all_gather of the result.
+    #: The size of the operation in bytes: that of the tensor that a rank passes; for all_gather, that of the result.
     nbytes: int
     #: Seconds of each trial, from the call until its result is there.
     seconds: tuple[float, ...]

@@ -1,5 +1,5 @@
 //! Keeps the communicators of a group, by device and ranks. `making` makes them; `lifetime` splits, shrinks and ends
-//! them. The thread that ends a communicator first sets `ended`; after that no thread uses the communicator.
+//! them. The thread that ends a communicator first sets `ended`; from then on no new call uses the communicator.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

@@ -35,8 +35,8 @@ use crate::types::{Kind, Request};
 
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 320 << 10;
-/// A latency, and the time of the bytes of a large message, in nanoseconds. Above these values fewer rounds suffice,
-/// because disturbances are short compared with them.
+/// If the latency, or the time of the bytes of a large message, is above this many nanoseconds, fewer rounds suffice,
+/// because disturbances are short in comparison.
 const SLOW_LATENCY: u64 = 2_000_000;
 const SLOW_RATE: u64 = 8_000_000;
 /// After this many large messages, TCP's windows are wide enough to send the next one at once. The windows start at
@@ -207,7 +207,7 @@ impl Probe<'_> {
             first = self.rounds(partner.as_slice(), LARGE, 1)?.max(first);
         }
         let [_, first] = self.worst([0, first])?;
-        // Subtract the latencies in which the window opens. The rest is the time of the bytes.
+        // Subtract the round trips in which TCP opens its window. The rest is the time of the bytes.
         let slow = first.saturating_sub(2 * u64::from(OPENS) * alpha_ns) > SLOW_RATE;
         let (opening, blocks, times) = if slow { (0, 1, 1) } else { (u64::from(OPENS).min(OPENING / alpha_ns), 2, 3) };
         let mut slowest = 0;

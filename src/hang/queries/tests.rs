@@ -1,4 +1,4 @@
-//! Tests queries of several ranks over a store whose requests can fail or be ordered.
+//! Tests queries of several ranks over a store. A test can let requests fail, and control their order.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -173,8 +173,7 @@ impl Turns {
 
 #[test]
 fn of_two_ranks_that_ask_at_once_one_collects_and_no_rank_that_answers_is_called_silent() {
-    // The first check of a rank that asks makes up to 17 requests. The requests before its answer can be in any
-    // order.
+    // Tries every order of the first ten requests of both ranks. A rank that asks has written its answer by then.
     for order in 0..1 << 10 {
         let turns = Arc::new(Turns::default());
         turns.0.lock().unwrap().0 = (0..10).map(|turn| order >> turn & 1).collect();

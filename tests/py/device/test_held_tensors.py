@@ -115,7 +115,7 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
             del works, work
             gc.collect()
             assert device.blocks() == before, device.blocks() - before
-    # The Work is dropped without a wait: the tensor is held while the call runs, and not until the next call.
+    # The Work is dropped without a wait. The tensor is held only while the call runs, and not on until the next call.
     dist.all_reduce(torch.ones(64, device=name), async_op=True)
     assert comes_back_to(device, before), device.blocks() - before
     # If the program waits on a stream other than the tensor's, the tensor is held until the call ends.

@@ -169,7 +169,7 @@ def wrong_call(ctx: Context, name: str) -> str:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_rule_02_wrong_input_is_refused_locally(name: str) -> None:
-    """Rule 2: no number is used, nothing is sent, and the message names what was expected and what was passed."""
+    """Rule 2: no sequence number is used, nothing is sent, and the error says what was expected and passed."""
     assert run_ranks(wrong_call, 2, name)
 
 

@@ -584,7 +584,7 @@ def crossing(ctx: Context, names: list[str], first: int) -> dict[str, tuple[floa
             m = max(float(each.abs().max()) for each in (*host_sums, exact))
             assert float((mine - exact).abs().max()) <= 3 * m / 254 * 1.02
         else:
-            # The two results plus the residuals of all ranks are the sum of both calls.
+            # The results of both calls plus all ranks' residuals are twice the exact sum.
             left = how.residual("topk").clone()
             dist.all_reduce(left)
             first = torch.zeros_like(mine)

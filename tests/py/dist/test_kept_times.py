@@ -72,7 +72,7 @@ def test_a_later_group_predicts_by_the_calls_of_an_earlier_one(tmp_path: Path) -
 
 
 def sealed(body: str) -> str:
-    """The text with the sum that the core expects at its end."""
+    """``body``, followed by the checksum that the core expects."""
     total = 0xCBF29CE484222325
     for byte in body.encode():
         total = (total ^ byte) * 0x100000001B3 % (1 << 64)

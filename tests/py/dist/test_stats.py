@@ -640,8 +640,8 @@ def test_a_step_counts_what_its_thread_waits_for() -> None:
 
 @pytest.mark.quick
 def test_steps_of_all_ranks_are_combined() -> None:
-    """The smallest wait of a step counts as the time in which data moved. Ranks may have counted and kept different
-    numbers of steps."""
+    """In each step, the smallest wait of any rank counts as the time in which data moved. Ranks may have counted and
+    kept different numbers of steps."""
     from torch_sagellm.observe.steps import combined
 
     def sums(took: int, *last: int) -> Any:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on the CPU, stage 1, 2 or 3 by the first argument: the losses."""
+"""Trains with DeepSpeed's ZeRO on the CPU and reports the losses. The first argument is the stage: 1, 2 or 3."""
 
 from __future__ import annotations
 

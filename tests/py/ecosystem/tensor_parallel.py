@@ -1,4 +1,4 @@
-"""transformers' tensor parallelism, ``from_pretrained(..., tp_plan="auto")``: the tokens it generates."""
+"""Reports the tokens that a model generates with transformers' tensor parallelism (``tp_plan="auto"``)."""
 
 from __future__ import annotations
 

@@ -96,9 +96,9 @@ STRUCK = Taste(forks=False, endings=False, leave=False, large=False, interrupts=
 #: Over several hosts.
 HOSTS = Taste(large=False)
 DEVICE = Taste(forks=False, large=False)
-#: On a device under a vendor's library. The library has no receive from any rank and does not compare calls. Calls that
-#: are not waited for are ordered by streams, not by memory. The first message between two ranks waits for its other
-#: half.
+#: On a device under a vendor's library. The library has no receive with an unspecified sender and does not compare
+#: calls. Calls that are not waited for are ordered by streams, not by memory. The first message between two ranks waits
+#: for its other half.
 VENDOR = Taste(
     dtypes=("float32", "float16", "int8", "int32", "int64"),
     ordered=False,

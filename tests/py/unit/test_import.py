@@ -56,8 +56,8 @@ def test_pitfall_11_import_torch_starts_nothing_and_opens_nothing() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("autoload", ["1", "0"])
 def test_the_name_works_without_an_import_of_ours(autoload: str, tmp_path: Path) -> None:
-    """In an unrelated directory, through either entry point. If autoloading is off, older torch needs an import of this
-    package."""
+    """Runs in an unrelated directory, with autoloading on and off. With it off, torch before 2.14 needs an import of
+    this package."""
     prelude = "import torch_sagellm" if autoload == "0" and not torch_at_least(2, 14) else ""
     done = run_script(
         ["-c", ONE_RANK.format(prelude=prelude)], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}, cwd=tmp_path

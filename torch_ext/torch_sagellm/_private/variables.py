@@ -36,7 +36,7 @@ def _count(text: str) -> str | None:
     return None if _whole(text) is None and int(text) <= 4096 else "a whole number from 0 (as torch) to 4096"
 
 
-#: Most connections between two processes (`MOST_PATHS` of src/engine/multihost/wire/meet.rs).
+#: Limit of connections between two processes (`MOST_PATHS` of src/engine/multihost/wire/path.rs).
 MOST_LINKS = 16
 
 

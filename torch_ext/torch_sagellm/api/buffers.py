@@ -110,7 +110,7 @@ class CommFusionBuffer:
 class CommunicationBuffer:
     """Memory for messages that is allocated once and reused.
 
-    It has one user at a time: ``get_buffer`` returns the same memory each time, even before ``release``. ``release``
+    It is for one user at a time: ``get_buffer`` always returns the same memory, even before ``release``. ``release``
     ends the use and changes only ``in_use``.
 
     Args:

@@ -411,7 +411,8 @@ def _part_of_host(flat: torch.Tensor, group: Any, among: hosts.Hosts, divisor: i
     if among.even:
         dist.reduce_scatter_tensor(part, padded, group=among.inside)
         return part
-    # Ranks without a part send nothing between hosts, so no mark says what they called. So all ranks compare first.
+    # Ranks without a part send nothing between hosts that could say whether they called sum or average. Therefore all
+    # ranks compare that first.
     every = flat.new_empty(dist.get_world_size(group), dtype=torch.float32)
     dist.all_gather_into_tensor(every, every.new_tensor([float(divisor > 1)]), group=group)
     _agreed([bool(each) for each in every.tolist()])

@@ -227,7 +227,7 @@ def _check_rival(job: Job) -> None:
 
 
 def _check_average(job: Job) -> None:
-    """Checks before anything is started that the dtype and the backends support averages."""
+    """For avg, checks before the start that the dtype and the backends support it."""
     if job.redop != "avg":
         return
     if job.dtype not in collectives.FLOATS:

@@ -116,7 +116,7 @@ class Side:
 
 
 def _probe(connection: socket.socket, peer: str, leads: bool) -> list[Finding]:
-    """Tests both directions. If ``leads``, this host's order of addresses decides, like rank 0's."""
+    """Tests both directions. The host that ``leads`` chooses the kind of address, as rank 0 does in a group."""
     connection.settimeout(ANSWER)
     own = _address.towards(peer)
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""``torch-sagellm table``: every choice of a group, and its source."""
+"""``torch-sagellm table``: the algorithm that a group uses for each operation and size, and what decided it."""
 
 from __future__ import annotations
 

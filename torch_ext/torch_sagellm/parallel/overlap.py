@@ -44,8 +44,8 @@ class OverlapReport:
     under_way: float
     #: How long the caller waited for the operations.
     waiting: float
-    #: Times of a step without overlap, of one with overlap, and of the waits in one without overlap: medians of the
-    #: slowest rank of each step. None before all of them are measured.
+    #: Seconds of a step without overlap, of a step with it, and of the waits in a step without it. Each step counts as
+    #: on its slowest rank; these are the medians over the steps. None before all of them are measured.
     serial: float | None = None
     overlapping: float | None = None
     alone: float | None = None

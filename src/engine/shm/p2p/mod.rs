@@ -133,8 +133,8 @@ pub struct P2p {
     arrivals: u64,
     /// The peers whose messages to or from this rank `poll` must advance.
     busy: RankSet,
-    /// Peers whose mail bit this rank has seen; if `Layout::has_mail`, in the last poll only. Before a peer has set its
-    /// bit, its envelopes may not be populated (`presence.rs`).
+    /// Peers whose mail bit this rank has seen. With `Layout::has_mail`, only those whose bit it saw in the last poll.
+    /// Before a peer has set its bit, its envelopes may not be populated (`presence.rs`).
     senders: RankSet,
     /// This rank's channels as a receiver.
     channels: Channels,

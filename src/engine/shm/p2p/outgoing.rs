@@ -32,7 +32,7 @@ pub struct Outgoing {
     queue: VecDeque<Arc<Op>>,
     /// Sends that are in the ring buffer and wait for a grant, each with its envelope number.
     waiting: VecDeque<(u64, Arc<Op>)>,
-    /// Sends that the receiver has granted. The first one moves.
+    /// Sends that the receiver has granted. Only the first one is being transferred.
     bodies: VecDeque<Body>,
 }
 
