@@ -29,8 +29,8 @@ pub struct FrameHeader {
     pub chain: u64,
     /// Number of the batch's first operation.
     pub number: u64,
-    /// Highest operation number that is issued and may be fused (`State::promised`): the minimum of the sender's own
-    /// number and those that it has received in this batch.
+    /// The highest number of an operation that is issued and may be fused (`State::promised`): the minimum of the
+    /// sender's own number and the numbers that it has received in this batch.
     pub issued: u64,
     /// The sender's factor of PREMUL_SUM. In other operations a word of `results` (0 if there is none), or the bits of
     /// 1.0 if results are not compared.

@@ -1,8 +1,8 @@
 """The tensor zoo for `test_tensor_zoo.py`: every kind of tensor that a program may pass, and every public call.
 
-A call is a function that gets its tensors from a `Visit`. The role says which tensors are of the kind: "into"
-those that the call only writes, "from" those that it only reads, "in place" those that it reads and writes. All others
-are plain. Afterwards the whole memory of each tensor is compared, byte by byte, with a twin into which torch has
+A call is a function that gets its tensors from a `Visit`. The role says which tensors are of the kind: with "into" the
+tensors that the call only writes, with "from" those that it only reads, with "in place" those that it both reads and
+writes. All others are plain. Afterwards the whole memory of each tensor is compared, byte by byte, with a twin into which torch has
 written the expected values. So results are checked in the base memory, and bytes around a view must not change.
 """
 

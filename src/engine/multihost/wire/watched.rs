@@ -36,8 +36,8 @@ impl Watched {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Removes and returns the numbers. The caller checks these connections, and adds again those that may still have
-    /// to end.
+    /// Removes all numbers and returns them. The caller checks these connections. If one may still have to end, the
+    /// caller adds its number again.
     pub fn take(&self) -> Vec<u64> {
         let mut numbers = locked(&self.numbers);
         self.any.store(false, Ordering::Relaxed);
