@@ -2,8 +2,9 @@
 
 A call is a function that gets its tensors from a `Visit`. The role says which tensors are of the kind: with "into" the
 tensors that the call only writes, with "from" those that it only reads, with "in place" those that it both reads and
-writes. All others are plain. Afterwards the whole memory of each tensor is compared, byte by byte, with a twin into which torch has
-written the expected values. So results are checked in the base memory, and bytes around a view must not change.
+writes. All others are plain. Afterwards the whole memory of each tensor is compared, byte by byte, with a twin into
+which torch has written the expected values. So results are checked in the base memory, and bytes around a view must not
+change.
 """
 
 from __future__ import annotations
