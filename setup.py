@@ -172,7 +172,10 @@ def core_places() -> tuple[Path, Path]:
     given = os.environ.get(PREBUILT)
     if given:
         return Path(given).resolve() / CORE, Path(given).resolve() / HEADERS
-    return cargo_target() / cargo_profile() / CORE, cargo_target() / HEADERS
+    # cxx writes its headers into the folder that cargo builds in. If CARGO_TARGET_DIR names a folder, cxx writes there,
+    # even in a build for another processor.
+    named = os.environ.get("CARGO_TARGET_DIR")
+    return cargo_target() / cargo_profile() / CORE, (Path(named).resolve() if named else cargo_target()) / HEADERS
 
 
 def core_digest() -> str:
