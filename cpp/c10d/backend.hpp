@@ -175,6 +175,11 @@ class SageBackend final : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  // One message that has the bytes of all tensors of the list, in order. The other rank may cut these bytes into other
+  // tensors. The tensors are on the CPU, and no delegate serves the group. The caller has checked that the received
+  // ones share no memory.
+  WorkPtr send_list(Tensors& tensors, int destination, int tag);
+  WorkPtr recv_list(Tensors& tensors, int source, int tag);
 
 #ifdef SAGELLM_HAS_SINGLE_NAMES
   // The base class forwards these calls as well. But it rejects a call that a thread makes while its earlier call
@@ -221,6 +226,8 @@ class SageBackend final : public c10d::Backend {
       }
     });
   }
+  WorkPtr send_as(Tensors& tensors, int destination, int tag, bool list);
+  WorkPtr recv_as(Tensors& tensors, int source, int tag, bool list);
   WorkPtr carry(CallDesc& call);
   // The ways to carry a call.
   WorkPtr on_cpu(const CallDesc& call);

@@ -197,13 +197,31 @@ void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
 }
 
 SageBackend::WorkPtr SageBackend::send(Tensors& tensors, int destination, int tag) {
+  return send_as(tensors, destination, tag, false);
+}
+
+SageBackend::WorkPtr SageBackend::send_list(Tensors& tensors, int destination, int tag) {
+  return send_as(tensors, destination, tag, true);
+}
+
+SageBackend::WorkPtr SageBackend::send_as(Tensors& tensors, int destination, int tag, bool list) {
   CallDesc call("send", Kind::kSend, {"sagellm:send", OpType::SEND}, destination, tag);
+  call.coalesced = list;
   call.outputs = {tensors, Role::kRead};
   return dispatch(call, &Other::send, destination, tag);
 }
 
 SageBackend::WorkPtr SageBackend::recv(Tensors& tensors, int source, int tag) {
+  return recv_as(tensors, source, tag, false);
+}
+
+SageBackend::WorkPtr SageBackend::recv_list(Tensors& tensors, int source, int tag) {
+  return recv_as(tensors, source, tag, true);
+}
+
+SageBackend::WorkPtr SageBackend::recv_as(Tensors& tensors, int source, int tag, bool list) {
   CallDesc call("recv", Kind::kRecv, {"sagellm:recv", OpType::RECV}, source, tag);
+  call.coalesced = list;
   call.outputs = {tensors, Role::kWrite};
   return dispatch(call, &Other::recv, source, tag);
 }

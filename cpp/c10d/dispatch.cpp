@@ -31,8 +31,8 @@ SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate de
 
 SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
   // For an all_reduce, gloo accepts a list that contains a tensor twice; see `add_combined_list`.
-  const bool apart = call.coalesced && !(options_->as_gloo && call.kind == Kind::kAllReduce && !call.on_device());
-  if (apart) check::apart(call);
+  const bool gloo_list = options_->as_gloo && call.kind == Kind::kAllReduce && !call.on_device();
+  if (call.coalesced && !call.is_message() && !gloo_list) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;
   if (barrier && !delegate_.serves()) {
     refuse_forked(*events_);

@@ -169,8 +169,8 @@ Plans lower(const CallDesc& call, const Carrier& carrier) {
   Plan& plan = add_plan(plans, call, carrier);
   if (call.reduce_op != nullptr) plan.combine(call.outputs.first()[0], *call.reduce_op);
   if (call.coalesced) {
-    plan.call.tensors = static_cast<uint32_t>(call.inputs.list().size());
-    plan.note_list(call.inputs.list());
+    plan.call.tensors = static_cast<uint32_t>(call.traced().size());
+    if (!call.is_message()) plan.note_list(call.inputs.list());
   }
   if (call.has_one_argument()) {
     for (const at::Tensor& tensor : call.outputs.first()) plan.add(tensor, call.outputs.role);

@@ -120,7 +120,8 @@ struct CallDesc {
   Label label;
   Operand inputs;
   Operand outputs;
-  // True for a coalesced call: element i of every list belongs to the i-th of several calls.
+  // True for a coalesced call: element i of every list belongs to the i-th of several calls. A coalesced message is one
+  // message with the bytes of all tensors of its list.
   bool coalesced = false;
   // Null for calls that do not combine numbers.
   const c10d::ReduceOp* reduce_op = nullptr;

@@ -118,11 +118,14 @@ void elements(const char* op, const char* what, int64_t found, int64_t expected,
 // after the other. The tensors may be on any device.
 void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
   if (written.size() < 2) return;
-  std::vector<at::Tensor> all = written;
-  all.insert(all.end(), read.begin(), read.end());
   const size_t count = written.size();
-  const auto found =
-      shared(all, [count](Places pair) { return pair.first >= count || pair.second == pair.first + count; });
+  const auto allowed = [count](Places pair) { return pair.first >= count || pair.second == pair.first + count; };
+  std::vector<at::Tensor> all;
+  if (!read.empty()) {
+    all = written;
+    all.insert(all.end(), read.begin(), read.end());
+  }
+  const auto found = shared(read.empty() ? written : all, allowed);
   if (!found) return;
   const auto [one, other] = *found;
   if (other < count) {
@@ -289,7 +292,10 @@ void message(const CallDesc& call, const Carrier& carrier) {
 }
 
 void call(const CallDesc& call, const Carrier& carrier) {
-  if (call.coalesced) return check_lists(call, carrier);
+  if (call.coalesced) {
+    if (call.is_message()) message(call, carrier);
+    return check_lists(call, carrier);
+  }
   // The root is checked first, because it decides which ranks may pass a list.
   if (call.has_root()) root(call.op, call.root, call.root_tensor, carrier.size);
   check_argument(call, call.inputs, carrier);

@@ -1,8 +1,11 @@
 // The parts of `torch_sagellm._C`, and what all of them use.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <vector>
 
 #include "rust/cxx.h"
 
@@ -28,6 +31,9 @@ void bind_arrays(py::module_& module);
 // Inspects and copies lists of CPU tensors, each list in one call. For thousands of small tensors, a loop in Python
 // takes longer than their transfer.
 void bind_packing(py::module_& module);
+
+// The tensors of a list from index `begin` to before `end`. Throws if the list is shorter or has something else there.
+std::vector<at::Tensor> tensors_of(const py::list& list, size_t begin, size_t end);
 
 // Tensors in memory that peers can reach.
 void bind_shared(py::module_& module);

@@ -103,6 +103,20 @@ std::string of_device(const SageBackend& self, const std::string& device) {
   return (self.*question)(c10::Device(device).type());
 }
 
+// Begins one message with the tensors of a list from index `begin` to before `end`.
+template <c10::intrusive_ptr<c10d::Work> (SageBackend::*message)(std::vector<at::Tensor>&, int, int)>
+c10::intrusive_ptr<c10d::Work> of_list(SageBackend& self, const py::list& list, size_t begin, size_t end, int peer,
+                                       int tag) {
+  if (!self.delegate_reason().empty()) value_error("a list", "a delegate serves the group, which sends single tensors");
+  std::vector<at::Tensor> tensors = tensors_of(list, begin, end);
+  if (message == &SageBackend::recv_list) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  return without_gil([&] { return (self.*message)(tensors, peer, tag); });
+}
+
 py::object of_gloo(const Options& options, const char* name, py::object value) {
   if (options.as_gloo) return value;
   throw py::attribute_error(c10::str("'Options' object has no attribute '", name, "'"));
@@ -191,6 +205,10 @@ void bind_backend(py::module_& module) {
       .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_store", &SageBackend::store)
+      .def("_send_list", translated(&of_list<&SageBackend::send_list>), "tensors"_a, "begin"_a, "end"_a, "dst"_a,
+           "tag"_a)
+      .def("_recv_list", translated(&of_list<&SageBackend::recv_list>), "tensors"_a, "begin"_a, "end"_a, "src"_a,
+           "tag"_a)
       .def("_has_failed", &SageBackend::has_failed, py::call_guard<py::gil_scoped_release>())
       .def("_watched", &SageBackend::watched, py::call_guard<py::gil_scoped_release>())
       .def("_gone", &SageBackend::gone, py::call_guard<py::gil_scoped_release>())

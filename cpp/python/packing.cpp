@@ -3,7 +3,9 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "host/errors.hpp"
 
@@ -22,10 +24,25 @@ const at::Tensor* plain(py::handle item) {
   return fits ? &tensor : nullptr;
 }
 
-// One entry for each run of equal tensors: dtype, shape, count. None if a tensor is not plain, or if a tensor that will
-// be written requires a gradient. The list keeps the tensors alive, and the GIL keeps the list unchanged.
+struct Range {
+  const char* begin;
+  const char* end;
+};
+
+// True if two of the ranges have a byte in common. Sorts them.
+bool overlap(std::vector<Range>& ranges) {
+  const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), before)) std::sort(ranges.begin(), ranges.end(), before);
+  return std::adjacent_find(ranges.begin(), ranges.end(),
+                            [](const Range& a, const Range& b) { return b.begin < a.end; }) != ranges.end();
+}
+
+// One entry for each run of equal tensors: dtype, shape, count. None if a tensor is not plain. If they will be written,
+// None also if one requires a gradient or two share memory. The list keeps the tensors alive, and the GIL keeps the
+// list unchanged.
 py::object runs(const py::list& tensors, bool written) {
   py::list found;
+  std::vector<Range> ranges;
   const at::Tensor* first = nullptr;
   int64_t count = 0;
   const auto close = [&] {
@@ -39,6 +56,10 @@ py::object runs(const py::list& tensors, bool written) {
   for (const py::handle item : tensors) {
     const at::Tensor* const tensor = plain(item);
     if (tensor == nullptr || (written && tensor->requires_grad())) return py::none();
+    if (const size_t bytes = tensor->nbytes(); written && bytes > 0) {
+      const auto* const begin = static_cast<const char*>(tensor->const_data_ptr());
+      ranges.push_back({begin, begin + bytes});
+    }
     if (first != nullptr && tensor->scalar_type() == first->scalar_type() && tensor->sizes() == first->sizes()) {
       ++count;
       continue;
@@ -48,6 +69,7 @@ py::object runs(const py::list& tensors, bool written) {
     count = 1;
   }
   close();
+  if (overlap(ranges)) return py::none();
   return found;
 }
 
@@ -87,6 +109,18 @@ void unpack(const at::Tensor& from, const py::list& tensors, size_t begin, size_
 }
 
 }  // namespace
+
+std::vector<at::Tensor> tensors_of(const py::list& list, size_t begin, size_t end) {
+  if (begin > end || end > list.size()) value_error("a list", "the list is shorter than it was");
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(end - begin);
+  for (size_t number = begin; number < end; ++number) {
+    PyObject* const item = PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(number));
+    if (!THPVariable_Check(item)) value_error("a list", c10::str("element ", number, " is no tensor"));
+    tensors.push_back(THPVariable_Unpack(item));
+  }
+  return tensors;
+}
 
 void bind_packing(py::module_& module) {
   define(module, "_runs", &runs, "tensors"_a, "written"_a);

@@ -161,6 +161,14 @@ void CallbackPool::stop(std::chrono::milliseconds patience) {
   jobs_.clear();
 }
 
+void drop(std::vector<at::Tensor> tensors) noexcept {
+  constexpr size_t kMany = 16;
+  if (tensors.size() < kMany || !python_alive()) return;
+  const PyGILState_STATE before = PyGILState_Ensure();
+  tensors.clear();
+  PyGILState_Release(before);
+}
+
 void DeferredRelease::add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors,
                           std::shared_ptr<void> other) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -189,6 +197,7 @@ void DeferredRelease::drop_all() {
     filled_.store(false, std::memory_order_relaxed);
   }
   // The references are dropped here, without the lock, because a destructor may call this class again.
+  for (Grave& grave : graves) drop(std::move(grave.tensors));
 }
 
 }  // namespace sagellm

@@ -29,6 +29,7 @@
 #include "host/errors.hpp"
 #include "host/host.hpp"
 #include "lower/plan.hpp"
+#include "work/callbacks.hpp"
 #include "work/hooks.hpp"
 
 namespace sagellm {
@@ -73,6 +74,7 @@ class SageWork : public c10d::Work {
   // `known` is for a Work that does not end with operations of the core. Such a Work measures its duration itself.
   SageWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
            std::unique_ptr<Trace> trace, std::optional<Known> known = std::nullopt);
+  ~SageWork() override { drop(std::move(outputs_)); }
 
   // Issues `plan` and keeps the tensors in `keep` until the operation has ended. If this throws, nothing was issued.
   void add(const RustGroup& group, Plan& plan, std::vector<at::Tensor> keep);

@@ -237,6 +237,51 @@ def test_small_tensors_travel_together_and_lists_follow_each_other() -> None:
     run_ranks(packed, 2)
 
 
+def from_where_they_are(ctx: Context, serves: str) -> None:
+    """Lists that a message carries from the tensors' own memory, packed, or partly so, and one that is refused."""
+    import torch_sagellm
+
+    other = {"ours": {}, "delegate": {"pg_options": torch_sagellm.Options(engine="delegate")}}.get(serves)
+    group = dist.new_group(backend="gloo") if other is None else dist.new_group(**other)
+    twice = torch.randn(3000)
+    weight = torch.nn.Parameter(torch.randn(7, 500))
+    sizes = {"tiny": [16] * 300, "small": [1024] * 300, "of both": [3, 9000, 100, 0, 12_000, 1, 70_000, 2, 1 << 20, 5]}
+    lists: dict[str, list[torch.Tensor]] = {
+        name: [torch.arange(float(size)) + number for number, size in enumerate(each)] for name, each in sizes.items()
+    }
+    lists["several dtypes"] = [torch.arange(3000).to(kind) for kind in (torch.int64, torch.bool, torch.float16)] * 4
+    lists["any tensors"] = [torch.zeros(2, 2), torch.arange(6000.0).reshape(60, 100).t(), torch.ones(9000, 2)[:, 1]]
+    if ctx.rank == 0:
+        for each in (*lists.values(), [twice, weight, twice]):
+            torch_sagellm.send_tensors(each, 1, group)
+            torch_sagellm.send_tensors(each, 1, group)
+    else:
+        for name, each in lists.items():
+            found = torch_sagellm.recv_tensors(0, group)
+            place = [torch.empty(2 * len(one), *one.shape[1:], dtype=one.dtype)[::2] for one in each[:-1]]
+            place.append(torch.empty_like(each[-1]))
+            versions = [one._version for one in place]
+            shared = [torch.zeros(5), twice[:2000], twice[1999:]]
+            text = expect_raises(ValueError, lambda shared=shared: torch_sagellm.recv_tensors(0, group, out=shared))
+            assert "elements 1 and 2 of out share memory" in text, "and nothing was received"
+            assert torch_sagellm.recv_tensors(0, group, out=place)[0] is place[0]
+            for got in (found, place):
+                for one, expected in zip(got, each, strict=True):
+                    assert one.dtype == expected.dtype and torch.equal(one, expected), name
+            if serves == "ours":
+                changed = [one._version > version for one, version in zip(place, versions, strict=True)]
+                assert all(changed), "autograd learns that a tensor was changed"
+        for _ in range(2):
+            one, middle, last = torch_sagellm.recv_tensors(0, group)
+            assert torch.equal(one, last) and middle.shape == (7, 500)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("serves", ["ours", "delegate", "gloo"])
+def test_lists_of_every_form_arrive_whichever_backend_carries_them(serves: str) -> None:
+    run_ranks(from_where_they_are, 2, serves)
+
+
 def damaged(ctx: Context) -> None:
     """The sizes in a header are checked before memory is allocated for them."""
     import torch_sagellm
@@ -318,28 +363,33 @@ def held_back(ctx: Context) -> Any:
         found = [block[0].item() for block in torch_sagellm.recv_tensors(0)]
         dist.destroy_process_group()
         return found
-    begin, begun, waited = dist.isend, [], []
+    from torch_sagellm.parallel import transfer
 
-    class Watched:
-        def __init__(self, work: Any) -> None:
-            self.work = work
+    sends, begun, waited = transfer._sends, [], []
 
-        def wait(self) -> None:
-            if not waited:
-                assert not self.work.is_completed() and not ctx.store().check(["called"])
-                ctx.tell(sum(begun))
-            self.work.wait()
-            assert ctx.store().check(["called"]), "it ended only when the receiver had called"
-            waited.append(1)
-            assert len(begun) <= len(waited) + 1, "two are under way at most"
+    def watched(*given: Any) -> Any:
+        begin = sends(*given)
 
-    def watched(tensor: torch.Tensor, **named: Any) -> Watched:
-        begun.append(tensor.nbytes)
-        return Watched(begin(tensor, **named))
+        def begin_watched(message: Any) -> Any:
+            begun.append(message.nbytes)
+            wait = begin(message)
 
-    dist.isend = watched
+            def end() -> None:
+                if not waited:
+                    assert not ctx.store().check(["called"])
+                    ctx.tell(sum(begun))
+                wait()
+                assert ctx.store().check(["called"]), "it ended only when the receiver had called"
+                waited.append(1)
+                assert len(begun) <= len(waited) + 1, "two are under way at most"
+
+            return end
+
+        return begin_watched
+
+    transfer._sends = watched
     torch_sagellm.send_tensors(blocks, 1, window=8 << 20)
-    dist.isend = begin
+    transfer._sends = sends
     assert len(begun) == len(waited) == 8
     dist.destroy_process_group()
     return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_sagellm._private import groups, load
 from torch_sagellm.api.arguments import checked_dense, checked_result, checked_written
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.packing import Listed, Message, Run
@@ -33,10 +34,11 @@ def send_tensors(
 ) -> None:
     """Sends a list of tensors of any shapes and dtypes to rank ``dst`` of the group, which calls ``recv_tensors``.
 
-    One header describes all tensors. They follow in batches, with at most ``window`` bytes in flight, so a slow
-    receiver delays the sender instead of filling memory. Consecutive small tensors of one dtype are packed into one
-    message; on a device, all tensors of a batch are. Only the two ranks take part. It returns when the tensors' memory
-    may be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device (ValueError,
+    One header describes all tensors. They follow in messages of several tensors, with at most ``window`` bytes in
+    flight, so a slow receiver delays the sender instead of filling memory. On the CPU of a sagellm group a message has
+    at most 4 MiB, or one larger tensor, and tensors are sent from where they are. On a device, and on another backend
+    for tensors below 32 KiB, a message is packed. Only the two ranks take part. It returns when the tensors' memory may
+    be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device (ValueError,
     before anything is sent).
 
     Example::
@@ -80,20 +82,26 @@ def _send(listed: Listed, dst: int, group: Any, tag: int, window: int) -> None:
     _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), listed.device, dst, group, tag)
     if len(whole) > HEADER_BYTES:
         _send_bytes(whole[HEADER_BYTES:], listed.device, dst, group, tag)
-    if listed.device.type != "cpu":
-        _on_device(dist.isend, listed, dst, group, tag, window)
-        return
-    cut = packing.messages(listed.runs, _most(window), True)
-    _in_batches(dist.isend, ((each, packing.packed(listed, each)) for each in cut), _nothing, dst, group, tag, window)
+    ours = _lists_of(group)
+    on_cpu = listed.device.type == "cpu"
+    begin = _sends(ours, listed, dst, group, tag) if on_cpu else _sends_packed(listed, dst, group, tag)
+    _in_flight(_messages(listed.runs, ours, on_cpu, window), begin, window)
 
 
-def _most(packed_by: int) -> int:
-    """Largest size in bytes of a message into which small CPU tensors are packed, for the sender's window."""
-    return min(packing.PACK, max(1, packed_by // 2))
+def _lists_of(group: Any) -> Any:
+    """The backend of the group if it sends a list of CPU tensors as one message without packing it, else None."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    ours = groups.backend_of(dist.group.WORLD if group is None else group)
+    return None if ours is None or ours.delegate_reason else ours
 
 
-def _nothing(message: Message, whole: torch.Tensor) -> None:
-    """Does nothing: for a message that was sent, or that was received in its final memory."""
+def _messages(runs: list[Run], ours: Any, on_cpu: bool, window: int) -> Iterator[Message]:
+    """Cuts the list for the sender's window. Half of it is the largest message, so that two are in flight."""
+    most = max(1, window // 2)
+    if on_cpu:
+        most = min(most, packing.PACK if ours is None else packing.JOINED)
+    return packing.messages(runs, most, ours is not None or not on_cpu)
 
 
 def recv_tensors(
@@ -111,8 +119,8 @@ def recv_tensors(
     two elements may share memory (ValueError, before anything is received). ``out`` must have the shapes and dtypes of
     the sent tensors. Otherwise a ValueError says which differs; the tensors are then received and dropped, so that
     later messages arrive. On a device the sender's ``window`` applies, because the sender has packed the messages by
-    it. New tensors that were received in one message are parts of one memory block, of at most 1 MiB on the CPU. If the
-    first received message is not a message of ``send_tensors``, it raises a RuntimeError.
+    it. On the CPU, equal new tensors below 32 KiB are parts of one memory block of at most 1 MiB. If the first received
+    message is not a message of ``send_tensors``, it raises a RuntimeError.
 
     Example::
 
@@ -138,21 +146,15 @@ def _recv(
     where = given.device if given and given.tensors else device
     packed_by, runs = _described(src, where, group, tag)
     wrong = _differs(runs, given) if given is not None else ""
-    if where.type != "cpu":
-        made = given if given is not None and not wrong else _made_on_device(runs, where)
-        _on_device(dist.irecv, made, src, group, tag, packed_by)
-        listed = made.tensors
-    elif given is None or wrong:
-        cut = list(packing.messages(runs, _most(packed_by), True))
-        listed, wholes = packing.made(runs, cut)
-        _in_batches(dist.irecv, zip(cut, wholes, strict=True), _nothing, src, group, tag, window)
-    else:
-        cut = list(packing.messages(runs, _most(packed_by), True))
-        rooms = ((each, packing.room(given, each)) for each in cut)
-        _in_batches(dist.irecv, rooms, lambda each, whole: packing.unpack(given, each, whole), src, group, tag, window)
+    ours = _lists_of(group)
+    on_cpu = where.type == "cpu"
+    if given is None or wrong:
+        given = _made(runs, where)
+    begin = _receives(ours, given, src, group, tag) if on_cpu else _receives_packed(given, src, group, tag)
+    _in_flight(_messages(runs, ours, on_cpu, packed_by), begin, window if on_cpu else packed_by)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
-    return listed if out is None else list(out)
+    return given.tensors if out is None else list(out)
 
 
 def _described(src: int, where: torch.device, group: Any, tag: int) -> tuple[int, list[Run]]:
@@ -187,112 +189,110 @@ def _described(src: int, where: torch.device, group: Any, tag: int) -> tuple[int
     return packed_by, runs
 
 
-def _made_on_device(runs: list[Run], where: torch.device) -> Listed:
+def _made(runs: list[Run], where: torch.device) -> Listed:
+    if where.type == "cpu":
+        return Listed(packing.made(runs), runs, True)
     made = [torch.empty(run.shape, dtype=run.dtype, device=where) for run in runs for _ in range(run.number)]
     return Listed(made, runs, False)
 
 
-def _in_batches(
-    start: Any,
-    messages: Iterable[tuple[Message, torch.Tensor]],
-    ended: Callable[[Message, torch.Tensor], None],
-    peer: int,
-    group: Any,
-    tag: int,
-    window: int,
-) -> None:
-    """Sends or receives on the CPU in batches of at most half of ``window`` bytes (or one message), two in flight."""
-    under_way: deque[Callable[[], None]] = deque()
-    for batch in _batches(messages, max(1, window // 2)):
-        if len(under_way) == 2:
-            under_way.popleft()()
-        under_way.append(_together(start, batch, ended, peer, group, tag))
-    for end in under_way:
+#: Begins a message and returns a function that waits for its end.
+Begin = Callable[[Message], Any]
+
+
+def _in_flight(messages: Iterable[Message], begin: Begin, window: int) -> None:
+    """Sends or receives messages in order, with at most ``window`` bytes (or one message) in flight."""
+    under_way: deque[tuple[int, Callable[[], Any]]] = deque()
+    flying = 0
+    for message in messages:
+        while under_way and flying + message.nbytes > window:
+            nbytes, end = under_way.popleft()
+            end()
+            flying -= nbytes
+        under_way.append((message.nbytes, begin(message)))
+        flying += message.nbytes
+    for _, end in under_way:
         end()
 
 
-def _batches(
-    messages: Iterable[tuple[Message, torch.Tensor]], most: int
-) -> Iterator[list[tuple[Message, torch.Tensor]]]:
-    batch: list[tuple[Message, torch.Tensor]] = []
-    nbytes = 0
-    for message, whole in messages:
-        if batch and nbytes + message.nbytes > most:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((message, whole))
-        nbytes += message.nbytes
-    if batch:
-        yield batch
+def _sends(ours: Any, listed: Listed, dst: int, group: Any, tag: int) -> Begin:
+    """Sends CPU tensors: on our backend, unless they are tiny, from where they are; otherwise packed."""
+
+    def begin(message: Message) -> Any:
+        if _goes_as_list(ours, listed, message):
+            return ours._send_list(listed.tensors, message.begin, message.end, dst, tag).wait
+        return dist.isend(packing.packed(listed, message), group_dst=dst, group=group, tag=tag).wait
+
+    return begin
 
 
-def _together(
-    start: Any,
-    batch: list[tuple[Message, torch.Tensor]],
-    ended: Callable[[Message, torch.Tensor], None],
-    peer: int,
-    group: Any,
-    tag: int,
-) -> Callable[[], None]:
-    """Begins the messages of a batch; returns a function that waits for all and calls ``ended`` for each."""
-    if len(batch) == 1:
-        ends = {"group_dst" if start is dist.isend else "group_src": peer}
-        works = [start(batch[0][1], **ends, group=group, tag=tag)]
-    else:
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(start, whole, group=group, tag=tag, group_peer=peer) for _, whole in batch]
-        )
+def _receives(ours: Any, given: Listed, src: int, group: Any, tag: int) -> Begin:
+    """Receives what ``_sends`` sends into CPU tensors."""
 
-    def end() -> None:
-        for work in works:
+    def begin(message: Message) -> Any:
+        if _goes_as_list(ours, given, message):
+            return ours._recv_list(given.tensors, message.begin, message.end, src, tag).wait
+        whole = packing.room(given, message)
+        work = dist.irecv(whole, group_src=src, group=group, tag=tag)
+
+        def end() -> None:
             work.wait()
-        for message, whole in batch:
-            ended(message, whole)
+            packing.unpack(given, message, whole)
 
-    return end
+        return end
 
-
-def _on_device(start: Any, listed: Listed, peer: int, group: Any, tag: int, window: int) -> None:
-    """``_in_batches`` on a device: each batch is one message, with two in flight."""
-    under_way: deque[Callable[[], None]] = deque()
-    for message in packing.messages(listed.runs, max(1, window // 2), False):
-        if len(under_way) == 2:
-            under_way.popleft()()
-        batch = [each for each in listed.tensors[message.begin : message.end] if each.nbytes]
-        under_way.append(_packed(start, batch, peer, group, tag))
-    for end in under_way:
-        end()
+    return begin
 
 
-def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: int) -> Callable[[], None]:
-    """Begins one message with all tensors, on a device.
+def _goes_as_list(ours: Any, listed: Listed, message: Message) -> bool:
+    """Whether one call takes the tensors of a message. Tensors that the extension cannot pack are never packed."""
+    return ours is not None and not (listed.plain and message.is_tiny)
 
-    Returns a function that waits for it and unpacks what was received.
+
+def _sends_packed(listed: Listed, dst: int, group: Any, tag: int) -> Begin:
+    """Sends tensors on a device, packed into one message.
 
     ``batch_isend_irecv`` would use the communicator of all ranks, which its first call creates only after all ranks
     have called. A single message needs only the communicator of its two ranks.
     """
-    sends = start is dist.isend
-    if len(batch) == 1:
-        whole = batch[0]
-    elif sends:
-        whole = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in batch])
-    else:
-        whole = torch.empty(sum(each.nbytes for each in batch), dtype=torch.uint8, device=batch[0].device)
-    work = start(whole, **{"group_dst" if sends else "group_src": peer}, group=group, tag=tag)
 
-    def end() -> None:
-        work.wait()
-        if whole is batch[0] or sends:
-            return
-        with torch.inference_mode():  # every tensor may be written in this mode
-            for each, part in zip(batch, whole.split([each.nbytes for each in batch]), strict=True):
-                dense = each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
-                dense.view(-1).view(torch.uint8).copy_(part)
-                if dense is not each:
-                    each.copy_(dense)
+    def begin(message: Message) -> Any:
+        parts = [each for each in listed.tensors[message.begin : message.end] if each.nbytes]
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in parts])
+        return dist.isend(whole, group_dst=dst, group=group, tag=tag).wait
 
-    return end
+    return begin
+
+
+def _receives_packed(made: Listed, src: int, group: Any, tag: int) -> Begin:
+    """Receives a message of ``_sends_packed`` and unpacks it."""
+
+    def begin(message: Message) -> Any:
+        parts = [each for each in made.tensors[message.begin : message.end] if each.nbytes]
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = torch.empty(message.nbytes, dtype=torch.uint8, device=whole.device)
+        work = dist.irecv(whole, group_src=src, group=group, tag=tag)
+
+        def end() -> None:
+            work.wait()
+            if len(parts) > 1:
+                _unpack_on_device(whole, parts)
+
+        return end
+
+    return begin
+
+
+def _unpack_on_device(whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    with torch.inference_mode():  # every tensor may be written in this mode
+        for each, part in zip(parts, whole.split([each.nbytes for each in parts]), strict=True):
+            dense = each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            dense.view(-1).view(torch.uint8).copy_(part)
+            if dense is not each:
+                each.copy_(dense)
 
 
 def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -322,6 +322,12 @@ def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
     if len(devices) > 1:
         raise ValueError(
             f"sagellm recv_tensors: the tensors of out are on {', '.join(map(str, devices))}, expected one device"
+        )
+    shared = load.extension()._shared(given)
+    if shared is not None:
+        raise ValueError(
+            f"sagellm recv_tensors: elements {shared[0]} and {shared[1]} of out share memory, which would be written "
+            "twice; pass each piece of memory once"
         )
     listed = [tensor.detach() for tensor in given]
     return Listed(listed, packing.described(listed), False)
