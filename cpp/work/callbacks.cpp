@@ -33,6 +33,8 @@ void run_logged(const std::function<void()>& job) {
 
 // Number of the job that this pool thread runs, until it gives up its turn. 0 on all other threads.
 thread_local uint64_t current_turn = 0;
+// True while this pool thread runs a job.
+thread_local bool in_a_job = false;
 
 // Leaks a job that will not run: it may own Python objects, which can no longer be dropped.
 void leak(std::function<void()> job) {
@@ -53,6 +55,26 @@ void CallbackPool::post(std::function<void()> job) {
   jobs_.pop_back();
   lock.unlock();
   run_logged(job);
+}
+
+void CallbackPool::post_beside(std::function<void()> job) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!stopped_ && threads_ > 0 && beside_.size() + running_beside_ < kMostBeside) {
+      beside_.push_back(std::move(job));
+      if (idle_ == 0 && threads_ < kMostThreads) {
+        add_thread();
+      } else {
+        work_.notify_one();
+      }
+      return;
+    }
+  }
+  post(std::move(job));
+}
+
+bool CallbackPool::runs_this_thread() {
+  return in_a_job;
 }
 
 void CallbackPool::call_a_thread() {
@@ -96,9 +118,16 @@ void CallbackPool::serve() {
   constexpr auto kIdle = std::chrono::seconds(10);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
+    if (!beside_.empty()) {
+      ++running_beside_;
+      run(lock, take(beside_), 0);
+      --running_beside_;
+      continue;
+    }
     if (jobs_.empty()) {
       ++idle_;
-      const bool called = work_.wait_for(lock, kIdle, [this] { return stopped_ || !jobs_.empty(); });
+      const bool called =
+          work_.wait_for(lock, kIdle, [this] { return stopped_ || !jobs_.empty() || !beside_.empty(); });
       --idle_;
       if (!called) break;
       continue;
@@ -108,39 +137,44 @@ void CallbackPool::serve() {
       if (Clock::now() < ends) {
         ++idle_;
         watched_ = true;
-        work_.wait_until(lock, ends, [this] { return stopped_ || turn_ == 0; });
+        work_.wait_until(lock, ends, [this] { return stopped_ || turn_ == 0 || !beside_.empty(); });
         watched_ = false;
         --idle_;
         continue;
       }
       slow_.insert(turn_);
     }
-    run_next(lock);
+    turn_ = ++last_turn_;
+    turn_began_ = Clock::now();
+    run(lock, take(jobs_), turn_);
   }
   --threads_;
   left_.notify_all();
 }
 
-void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
-  const uint64_t turn = ++last_turn_;
-  turn_ = turn;
-  turn_began_ = Clock::now();
-  // On the heap, so that unwinding of the thread does not destroy the objects that the job owns (see `run_logged`).
-  auto* job = new std::function<void()>(std::move(jobs_.front()));
-  jobs_.pop_front();
-  // More jobs are queued: an idle thread must be ready to start the next one if this job exceeds its turn.
+std::function<void()>* CallbackPool::take(std::deque<std::function<void()>>& from) {
+  auto* job = new std::function<void()>(std::move(from.front()));
+  from.pop_front();
+  return job;
+}
+
+void CallbackPool::run(std::unique_lock<std::mutex>& lock, std::function<void()>* job, uint64_t turn) {
+  // More jobs are queued: an idle thread must be ready to start the next one if the current turn lasts too long.
   if (!jobs_.empty() && !watched_) call_a_thread();
   ++running_;
   lock.unlock();
   // If the interpreter is ending, the job is leaked.
   if (python_alive()) {
     current_turn = turn;
+    in_a_job = true;
     run_logged(*job);
+    in_a_job = false;
     current_turn = 0;
     delete job;
   }
   lock.lock();
   --running_;
+  if (turn == 0) return;
   slow_.erase(turn);
   if (turn_ == turn) turn_ = 0;
 }
@@ -149,7 +183,7 @@ void CallbackPool::settle(std::chrono::milliseconds patience) {
   constexpr auto kPause = std::chrono::milliseconds(5);
   const auto until = Clock::now() + patience;
   std::unique_lock<std::mutex> lock(mutex_);
-  while ((!jobs_.empty() || running_ > 0) && Clock::now() < until) left_.wait_for(lock, kPause);
+  while ((!jobs_.empty() || !beside_.empty() || running_ > 0) && Clock::now() < until) left_.wait_for(lock, kPause);
 }
 
 void CallbackPool::stop(std::chrono::milliseconds patience) {
@@ -157,8 +191,10 @@ void CallbackPool::stop(std::chrono::milliseconds patience) {
   stopped_ = true;
   work_.notify_all();
   left_.wait_for(lock, patience, [this] { return threads_ == 0; });
-  for (auto& job : jobs_) leak(std::move(job));
-  jobs_.clear();
+  for (auto* jobs : {&jobs_, &beside_}) {
+    for (auto& job : *jobs) leak(std::move(job));
+    jobs->clear();
+  }
 }
 
 void drop(std::vector<at::Tensor> tensors) noexcept {

@@ -57,6 +57,13 @@ class CallbackPool {
   // Exceptions are logged. After `stop` the job is leaked instead of run.
   void post(std::function<void()> job);
 
+  // The same, but the job does not wait for its turn if only a few others run so. For the end of a future that a job of
+  // the pool has requested: this job may be waiting for the future. A future's wait cannot call `about_to_block`, so
+  // the job would keep its turn until it lost it, which took 5 ms for each such wait of torch's PowerSGD hook.
+  void post_beside(std::function<void()> job);
+  // Whether this thread runs a job of the pool.
+  static bool runs_this_thread();
+
   // Call this before a wait for an operation. If this thread belongs to the pool, another one takes the next job.
   static void about_to_block();
 
@@ -71,7 +78,11 @@ class CallbackPool {
 
   void add_thread();
   void serve();
-  void run_next(std::unique_lock<std::mutex>& lock);
+  // Takes the first job. It is on the heap, so that unwinding of the thread does not destroy the objects that the job
+  // owns (see `run_logged`).
+  static std::function<void()>* take(std::deque<std::function<void()>>& from);
+  // Runs a job without the lock, in its turn or, with 0, beside the job that has the turn.
+  void run(std::unique_lock<std::mutex>& lock, std::function<void()>* job, uint64_t turn);
   // Makes sure that a thread takes the next job, now or when the current turn has lasted too long. Call with the lock.
   void call_a_thread();
   void give_turn_away(uint64_t turn);
@@ -83,6 +94,10 @@ class CallbackPool {
   // Notified when a thread exits.
   std::condition_variable left_;
   std::deque<std::function<void()>> jobs_;
+  // Jobs that do not wait for their turn, and the number of those that run.
+  static constexpr size_t kMostBeside = 8;
+  std::deque<std::function<void()>> beside_;
+  size_t running_beside_ = 0;
   // Number of the job that has the turn, or 0. `last_turn_` is the last number used, `turn_began_` the start of the
   // turn.
   uint64_t turn_ = 0;

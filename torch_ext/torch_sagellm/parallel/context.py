@@ -66,10 +66,11 @@ def _exchange(tensor: torch.Tensor, split: int, join: int, group: Any) -> torch.
     ranks = dist.get_world_size(group)
     split, join = split % tensor.dim(), join % tensor.dim()
     # Each part is copied once. If the first dimension is joined, the received data needs no further copy.
-    sent = in_memory(tensor.unflatten(split, (ranks, -1)).movedim(split, 0))
+    parts = tensor.unflatten(split, (ranks, -1))
+    sent = in_memory(parts.transpose(0, 1) if split == 1 else parts.movedim(split, 0))
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent, group=group)
-    return came.movedim(0, join).flatten(join, join + 1)
+    return came.flatten(0, 1) if join == 0 else came.movedim(0, join).flatten(join, join + 1)
 
 
 def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: Any = None) -> torch.Tensor:
