@@ -4,6 +4,7 @@ refusals."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,12 +301,12 @@ def damaged(ctx: Context) -> None:
         if ctx.rank == 0:
             text = json.dumps(claim).encode()
             head = transfer.MAGIC + len(text).to_bytes(transfer.LENGTH_BYTES, "little") + text
-            transfer._send_bytes(head.ljust(transfer.HEADER_BYTES, b"\0"), torch.device("cpu"), 1, None, 0)
+            dist.send(torch.frombuffer(bytearray(head.ljust(transfer.HEADER_BYTES, b"\0")), dtype=torch.uint8), 1)
         else:
             assert "describes no tensors" in expect_raises(RuntimeError, lambda: torch_sagellm.recv_tensors(0)), claim
     if ctx.rank == 0:
         head = transfer.MAGIC + (transfer.MOST_BYTES + 1).to_bytes(transfer.LENGTH_BYTES, "little")
-        transfer._send_bytes(head.ljust(transfer.HEADER_BYTES, b"\0"), torch.device("cpu"), 1, None, 0)
+        dist.send(torch.frombuffer(bytearray(head.ljust(transfer.HEADER_BYTES, b"\0")), dtype=torch.uint8), 1)
     else:
         assert "did not call send_tensors" in expect_raises(RuntimeError, lambda: torch_sagellm.irecv_tensors(0).wait())
 
@@ -363,33 +364,33 @@ def held_back(ctx: Context) -> Any:
         found = [block[0].item() for block in torch_sagellm.recv_tensors(0)]
         dist.destroy_process_group()
         return found
-    from torch_sagellm.parallel import transfer
+    from torch_sagellm.parallel import moving
 
-    sends, begun, waited = transfer._sends, [], []
+    sends, begun, waited = moving.sends, [], []
 
     def watched(*given: Any) -> Any:
         begin = sends(*given)
 
         def begin_watched(message: Any) -> Any:
             begun.append(message.nbytes)
-            wait = begin(message)
+            work = begin(message)
 
             def end() -> None:
                 if not waited:
                     assert not ctx.store().check(["called"])
                     ctx.tell(sum(begun))
-                wait()
+                work.wait()
                 assert ctx.store().check(["called"]), "it ended only when the receiver had called"
                 waited.append(1)
                 assert len(begun) <= len(waited) + 1, "two are under way at most"
 
-            return end
+            return SimpleNamespace(wait=end)
 
         return begin_watched
 
-    transfer._sends = watched
+    moving.sends = watched
     torch_sagellm.send_tensors(blocks, 1, window=8 << 20)
-    transfer._sends = sends
+    moving.sends = sends
     assert len(begun) == len(waited) == 8
     dist.destroy_process_group()
     return None

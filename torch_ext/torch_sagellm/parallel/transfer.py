@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torch_sagellm._private import groups, load
+from torch_sagellm._private import load
 from torch_sagellm.api.arguments import checked_dense, checked_result, checked_written
-from torch_sagellm.parallel import packing
-from torch_sagellm.parallel.packing import Listed, Message, Run
+from torch_sagellm.parallel import moving, packing
+from torch_sagellm.parallel.packing import Listed, Run
 
 #: The first message has HEADER_BYTES: MAGIC (its digit is the version), the length of the description in LENGTH_BYTES,
 #: and the beginning of the description.
@@ -69,6 +68,16 @@ def _checked_list(tensors: Sequence[torch.Tensor]) -> Listed:
 
 
 def _send(listed: Listed, dst: int, group: Any, tag: int, window: int) -> None:
+    for header in _headers(listed, window):
+        dist.send(header, group_dst=dst, group=group, tag=tag)
+    ours = moving.lists_of(group)
+    on_cpu = listed.device.type == "cpu"
+    begin = moving.sends(ours, listed, dst, group, tag) if on_cpu else moving.sends_packed(listed, dst, group, tag)
+    moving.in_flight(moving.messages(listed.runs, ours, on_cpu, window), begin, window)
+
+
+def _headers(listed: Listed, window: int) -> list[torch.Tensor]:
+    """The messages that describe the list: one of HEADER_BYTES, and a second one if the description is longer."""
     if window < 1:
         raise ValueError(f"sagellm send_tensors: window is {window} bytes, expected 1 or more")
     described = [[packing.name(run.dtype), run.shape, run.number] for run in listed.runs]
@@ -79,29 +88,8 @@ def _send(listed: Listed, dst: int, group: Any, tag: int, window: int) -> None:
             f"at most {MOST_BYTES}; send them in several calls"
         )
     whole = MAGIC + len(text).to_bytes(LENGTH_BYTES, "little") + text
-    _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), listed.device, dst, group, tag)
-    if len(whole) > HEADER_BYTES:
-        _send_bytes(whole[HEADER_BYTES:], listed.device, dst, group, tag)
-    ours = _lists_of(group)
-    on_cpu = listed.device.type == "cpu"
-    begin = _sends(ours, listed, dst, group, tag) if on_cpu else _sends_packed(listed, dst, group, tag)
-    _in_flight(_messages(listed.runs, ours, on_cpu, window), begin, window)
-
-
-def _lists_of(group: Any) -> Any:
-    """The backend of the group if it sends a list of CPU tensors as one message without packing it, else None."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        return None
-    ours = groups.backend_of(dist.group.WORLD if group is None else group)
-    return None if ours is None or ours.delegate_reason else ours
-
-
-def _messages(runs: list[Run], ours: Any, on_cpu: bool, window: int) -> Iterator[Message]:
-    """Cuts the list for the sender's window. Half of it is the largest message, so that two are in flight."""
-    most = max(1, window // 2)
-    if on_cpu:
-        most = min(most, packing.PACK if ours is None else packing.JOINED)
-    return packing.messages(runs, most, ours is not None or not on_cpu)
+    parts = [whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), whole[HEADER_BYTES:]]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8).to(listed.device) for part in parts if part]
 
 
 def recv_tensors(
@@ -146,12 +134,12 @@ def _recv(
     where = given.device if given and given.tensors else device
     packed_by, runs = _described(src, where, group, tag)
     wrong = _differs(runs, given) if given is not None else ""
-    ours = _lists_of(group)
+    ours = moving.lists_of(group)
     on_cpu = where.type == "cpu"
     if given is None or wrong:
         given = _made(runs, where)
-    begin = _receives(ours, given, src, group, tag) if on_cpu else _receives_packed(given, src, group, tag)
-    _in_flight(_messages(runs, ours, on_cpu, packed_by), begin, window if on_cpu else packed_by)
+    begin = moving.receives(ours, given, src, group, tag) if on_cpu else moving.receives_packed(given, src, group, tag)
+    moving.in_flight(moving.messages(runs, ours, on_cpu, packed_by), begin, window if on_cpu else packed_by)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
     return given.tensors if out is None else list(out)
@@ -194,105 +182,6 @@ def _made(runs: list[Run], where: torch.device) -> Listed:
         return Listed(packing.made(runs), runs, True)
     made = [torch.empty(run.shape, dtype=run.dtype, device=where) for run in runs for _ in range(run.number)]
     return Listed(made, runs, False)
-
-
-#: Begins a message and returns a function that waits for its end.
-Begin = Callable[[Message], Any]
-
-
-def _in_flight(messages: Iterable[Message], begin: Begin, window: int) -> None:
-    """Sends or receives messages in order, with at most ``window`` bytes (or one message) in flight."""
-    under_way: deque[tuple[int, Callable[[], Any]]] = deque()
-    flying = 0
-    for message in messages:
-        while under_way and flying + message.nbytes > window:
-            nbytes, end = under_way.popleft()
-            end()
-            flying -= nbytes
-        under_way.append((message.nbytes, begin(message)))
-        flying += message.nbytes
-    for _, end in under_way:
-        end()
-
-
-def _sends(ours: Any, listed: Listed, dst: int, group: Any, tag: int) -> Begin:
-    """Sends CPU tensors: on our backend, unless they are tiny, from where they are; otherwise packed."""
-
-    def begin(message: Message) -> Any:
-        if _goes_as_list(ours, listed, message):
-            return ours._send_list(listed.tensors, message.begin, message.end, dst, tag).wait
-        return dist.isend(packing.packed(listed, message), group_dst=dst, group=group, tag=tag).wait
-
-    return begin
-
-
-def _receives(ours: Any, given: Listed, src: int, group: Any, tag: int) -> Begin:
-    """Receives what ``_sends`` sends into CPU tensors."""
-
-    def begin(message: Message) -> Any:
-        if _goes_as_list(ours, given, message):
-            return ours._recv_list(given.tensors, message.begin, message.end, src, tag).wait
-        whole = packing.room(given, message)
-        work = dist.irecv(whole, group_src=src, group=group, tag=tag)
-
-        def end() -> None:
-            work.wait()
-            packing.unpack(given, message, whole)
-
-        return end
-
-    return begin
-
-
-def _goes_as_list(ours: Any, listed: Listed, message: Message) -> bool:
-    """Whether one call takes the tensors of a message. Tensors that the extension cannot pack are never packed."""
-    return ours is not None and not (listed.plain and message.is_tiny)
-
-
-def _sends_packed(listed: Listed, dst: int, group: Any, tag: int) -> Begin:
-    """Sends tensors on a device, packed into one message.
-
-    ``batch_isend_irecv`` would use the communicator of all ranks, which its first call creates only after all ranks
-    have called. A single message needs only the communicator of its two ranks.
-    """
-
-    def begin(message: Message) -> Any:
-        parts = [each for each in listed.tensors[message.begin : message.end] if each.nbytes]
-        whole = parts[0]
-        if len(parts) > 1:
-            whole = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in parts])
-        return dist.isend(whole, group_dst=dst, group=group, tag=tag).wait
-
-    return begin
-
-
-def _receives_packed(made: Listed, src: int, group: Any, tag: int) -> Begin:
-    """Receives a message of ``_sends_packed`` and unpacks it."""
-
-    def begin(message: Message) -> Any:
-        parts = [each for each in made.tensors[message.begin : message.end] if each.nbytes]
-        whole = parts[0]
-        if len(parts) > 1:
-            whole = torch.empty(message.nbytes, dtype=torch.uint8, device=whole.device)
-        work = dist.irecv(whole, group_src=src, group=group, tag=tag)
-
-        def end() -> None:
-            work.wait()
-            if len(parts) > 1:
-                _unpack_on_device(whole, parts)
-
-        return end
-
-    return begin
-
-
-def _unpack_on_device(whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    with torch.inference_mode():  # every tensor may be written in this mode
-        for each, part in zip(parts, whole.split([each.nbytes for each in parts]), strict=True):
-            dense = each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
-            dense.view(-1).view(torch.uint8).copy_(part)
-            if dense is not each:
-                each.copy_(dense)
 
 
 def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -351,10 +240,6 @@ def _differs(came: list[Run], given: Listed) -> str:
     return ""
 
 
-def _send_bytes(data: bytes, device: torch.device, dst: int, group: Any, tag: int) -> None:
-    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), group_dst=dst, group=group, tag=tag)
-
-
 def _recv_bytes(count: int, device: torch.device, src: int, group: Any, tag: int) -> bytes:
     into = bytearray(count)
     data = torch.frombuffer(into, dtype=torch.uint8)
@@ -376,9 +261,27 @@ class PendingTransfer:
             (keys,) = torch_sagellm.irecv_tensors(src=0).wait()
     """
 
+    def __init__(self, wait: Callable[[], list[torch.Tensor]], done: Callable[[], bool]) -> None:
+        self._wait, self._done = wait, done
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, with or without an error."""
+        return self._done()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Returns the received tensors after all have arrived.
+
+        Raises the error of the transfer. May be called again.
+        """
+        return self._wait()
+
+
+class _OnThread:
+    """A transfer on a separate thread, after the earlier one of the same ``key``."""
+
     def __init__(self, work: Callable[[], list[torch.Tensor]], key: tuple[Any, ...]) -> None:
         self._work, self._key = work, key
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._found: list[torch.Tensor] = []
         self._error: BaseException | None = None
         with _lock:
@@ -388,7 +291,7 @@ class PendingTransfer:
     def _run(self) -> None:
         try:
             if self._earlier is not None:
-                self._earlier._ended.wait()
+                self._earlier.ended.wait()
             self._found = self._work()
         except BaseException as error:  # raised by wait()
             self._error = error
@@ -397,42 +300,39 @@ class PendingTransfer:
             with _lock:
                 if _latest.get(self._key) is self:
                     del _latest[self._key]
-            self._ended.set()
-
-    def done(self) -> bool:
-        """Whether the transfer has ended, with or without an error."""
-        return self._ended.is_set()
+            self.ended.set()
 
     def wait(self) -> list[torch.Tensor]:
-        """Returns the received tensors after all have arrived.
-
-        Raises the error of the transfer. May be called again.
-        """
-        self._ended.wait()  # each message has the group's deadline
+        self.ended.wait()  # each message has the group's deadline
         if self._error is not None:
             raise self._error
         return self._found
 
 
 _lock = threading.Lock()
-#: The last transfer in flight between two ranks with one tag. Messages of two lists must not mix, so each transfer
+#: The last transfer on a thread between two ranks with one tag. Messages of two lists must not mix, so each transfer
 #: waits for the one before it.
-_latest: dict[tuple[Any, ...], PendingTransfer] = {}
+_latest: dict[tuple[Any, ...], _OnThread] = {}
+
+
+def _earlier(key: tuple[Any, ...]) -> _OnThread | None:
+    with _lock:
+        return _latest.get(key)
 
 
 def _wait_for_earlier(key: tuple[Any, ...]) -> None:
-    with _lock:
-        earlier = _latest.get(key)
+    earlier = _earlier(key)
     if earlier is not None:
-        earlier._ended.wait()
+        earlier.ended.wait()
 
 
 def isend_tensors(
     tensors: Sequence[torch.Tensor], dst: int, group: Any = None, *, tag: int = 0, window: int = WINDOW
 ) -> PendingTransfer:
-    """``send_tensors`` on a separate thread, for tensors on the CPU (ValueError), which must not change until its end.
+    """Begins ``send_tensors`` for tensors on the CPU (ValueError), which must not change until its end.
 
-    Lists to the same rank with the same tag are sent one after the other, in the order of the calls.
+    Lists to the same rank with the same tag are sent one after the other, in the order of the calls. On a sagellm group
+    a list of at most ``window`` bytes needs no further thread; otherwise a separate thread sends it.
 
     Example::
 
@@ -449,12 +349,30 @@ def isend_tensors(
         raise ValueError(f"sagellm isend_tensors: the tensors are on {listed.device}, expected cpu")
     if window < 1:
         raise ValueError(f"sagellm isend_tensors: window is {window} bytes, expected 1 or more")
+    key = ("send", group, dst, tag)
+    ours = moving.lists_of(group)
+    if ours is not None and _earlier(key) is None and sum(run.nbytes * run.number for run in listed.runs) <= window:
+        return _begun(ours, listed, dst, group, tag, window)
 
     def work() -> list[torch.Tensor]:
         _send(listed, dst, group, tag, window)
         return []
 
-    return PendingTransfer(work, ("send", group, dst, tag))
+    thread = _OnThread(work, key)
+    return PendingTransfer(thread.wait, thread.ended.is_set)
+
+
+def _begun(ours: Any, listed: Listed, dst: int, group: Any, tag: int, window: int) -> PendingTransfer:
+    """Begins all messages of a list; they end without a further call."""
+    works: list[Any] = [dist.isend(each, group_dst=dst, group=group, tag=tag) for each in _headers(listed, window)]
+    works += map(moving.sends(ours, listed, dst, group, tag), moving.messages(listed.runs, ours, True, window))
+
+    def wait() -> list[torch.Tensor]:
+        for work in works:
+            work.wait()
+        return []
+
+    return PendingTransfer(wait, lambda: all(work.is_completed() for work in works))
 
 
 def irecv_tensors(
@@ -479,4 +397,5 @@ def irecv_tensors(
     if given and given.device.type != "cpu":
         raise ValueError(f"sagellm irecv_tensors: the tensors of out are on {given.device}, expected cpu")
     where = torch.device("cpu")
-    return PendingTransfer(lambda: _recv(src, group, tag, where, window, out, given), ("recv", group, src, tag))
+    thread = _OnThread(lambda: _recv(src, group, tag, where, window, out, given), ("recv", group, src, tag))
+    return PendingTransfer(thread.wait, thread.ended.is_set)
