@@ -19,13 +19,14 @@ unsafe extern "C" {
     static environ: AtomicPtr<*mut c_char>;
 }
 
-/// Held by a thread that replaces the array.
-static ADDING: Mutex<()> = Mutex::new(());
+/// The addresses of all arrays that were made here. Readers may still use an earlier one, so none is freed. Locked by a
+/// thread that replaces the array.
+static ARRAYS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
 /// Sets a variable, unless it is already set. A concurrent `setenv` of another thread may undo the change, like any other
-/// change. Each call leaks the memory of one array.
+/// change. Each call keeps one more array.
 pub fn add(name: &CStr, value: &CStr) {
-    let _adding = ADDING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut arrays = ARRAYS.lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: the text is zero-terminated, and the result is only compared.
     if !unsafe { libc::getenv(name.as_ptr()) }.is_null() {
         return;
@@ -41,7 +42,9 @@ pub fn add(name: &CStr, value: &CStr) {
             at = at.add(1);
         }
         entries.push(ptr::null_mut());
-        environ.store(entries.leak().as_mut_ptr(), Ordering::Release);
+        let array = entries.leak().as_mut_ptr();
+        arrays.push(array as usize);
+        environ.store(array, Ordering::Release);
     }
 }
 
