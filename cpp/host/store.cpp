@@ -1,26 +1,20 @@
-#include "host/host.hpp"
-
+// c10d's store as the store of the core (`Store` in host.hpp).
 #include <poll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-#include <torch/csrc/utils/pybind.h>
 #include <charconv>
-#include <cstdio>
-#include <cstdlib>
-#include <deque>
-#include <exception>
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
+#include <vector>
 
 #include "compat.hpp"
-#include "host/alarm.hpp"
+#include "host/host.hpp"
 #include "host/per_process.hpp"
 #include "host/python_host.hpp"
 
@@ -175,168 +169,10 @@ class C10dStore final : public Store {
   bool compares_ = false;
 };
 
-// Lines that wait for Python's logging.
-struct LogQueue {
-  // Bounds the memory if no thread writes the lines. Large enough that no line is dropped while a thread writes them.
-  static constexpr size_t kMaxLines = 1000;
-
-  std::mutex mutex;
-  std::deque<std::pair<uint8_t, std::string>> lines;  // with their levels
-  size_t dropped = 0;
-  // True while a pending call of the interpreter is going to drain the queue.
-  bool scheduled = false;
-  bool closed = false;
-};
-
-LogQueue& log_queue() {
-  return per_process<LogQueue>();
-}
-
-thread_local bool outlives_python = false;
-std::terminate_handler earlier_handler = nullptr;
-
-[[noreturn]] void sleep_or_terminate() {
-  // Sleeps until the main thread has ended the process.
-  while (outlives_python && !python_alive()) ::pause();
-  if (earlier_handler != nullptr) earlier_handler();
-  std::abort();
-}
-
-// Python's level of a line: 40 for errors (1) down to 10 for debug lines (4). Finer lines get 5, the package's own
-// level.
-int python_level(uint8_t level) {
-  return level >= 1 && level <= 4 ? 50 - 10 * level : 5;
-}
-
-// Used only by the main thread. Never destroyed, because an exception of Python must not be freed after the
-// interpreter's end.
-std::exception_ptr& kept_interrupt() {
-  static auto* const kept = new std::exception_ptr;
-  return *kept;
-}
-
-// Only the main thread runs signal handlers; on Linux its thread id is the process id.
-bool on_main_thread() {
-  return ::syscall(SYS_gettid) == ::getpid();
-}
-
 }  // namespace
 
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store) {
   return std::make_shared<C10dStore>(store);
-}
-
-void outlive_python() {
-  static const bool installed = [] {
-    earlier_handler = std::set_terminate(&sleep_or_terminate);
-    return true;
-  }();
-  outlives_python = installed;
-}
-
-bool check_interrupt() noexcept {
-  if (!on_main_thread() || !python_alive()) return false;
-  try {
-    py::gil_scoped_acquire gil;
-    try {
-      drain_log();
-    } catch (const py::error_already_set&) {
-      kept_interrupt() = std::current_exception();
-      return true;
-    }
-    if (PyErr_CheckSignals() == 0) return false;
-    kept_interrupt() = std::make_exception_ptr(py::error_already_set());
-    return true;
-  } catch (const std::exception& error) {
-    log_line(1, std::string("looking for signals failed: ") + error.what());
-    return false;
-  }
-}
-
-std::exception_ptr take_interrupt() noexcept {
-  return on_main_thread() ? std::exchange(kept_interrupt(), nullptr) : nullptr;
-}
-
-void log_line(uint8_t level, rust::Str text) noexcept {
-  try {
-    LogQueue& queue = log_queue();
-    std::lock_guard<std::mutex> lock(queue.mutex);
-    if (queue.closed || !python_alive()) {
-      if (level <= 2) std::fprintf(stderr, "sagellm: %.*s\n", static_cast<int>(text.size()), text.data());
-      return;
-    }
-    if (queue.lines.size() >= LogQueue::kMaxLines) {
-      ++queue.dropped;
-      return;
-    }
-    queue.lines.emplace_back(level, std::string(text));
-    // `Py_AddPendingCall` needs no GIL and does not wait. It fails if the interpreter's short list of pending calls is
-    // full; then the next line tries again.
-    const auto drain = [](void* /*unused*/) {
-      try {
-        drain_log();
-      } catch (py::error_already_set& raised) {
-        raised.restore();
-        return -1;
-      }
-      return 0;
-    };
-    if (!queue.scheduled) queue.scheduled = Py_AddPendingCall(drain, nullptr) == 0;
-  } catch (const std::exception&) {
-    // An operation must not fail because its log line was lost.
-  }
-}
-
-void drain_log() {
-  LogQueue& queue = log_queue();
-  decltype(queue.lines) lines;
-  size_t dropped = 0;
-  {
-    std::lock_guard<std::mutex> lock(queue.mutex);
-    queue.scheduled = false;
-    if (queue.lines.empty()) return;
-    lines.swap(queue.lines);
-    dropped = std::exchange(queue.dropped, 0);
-  }
-  if (dropped > 0)
-    lines.emplace_back(
-        2, std::to_string(dropped) + " log lines were dropped, because no Python thread wrote them in time");
-  py::object failure;
-  std::exception_ptr interrupt;
-  {
-    // A signal handler or a caller may have an exception in flight, which logging must neither see nor replace.
-    const py::error_scope pending;
-    for (const auto& [level, text] : lines) {
-      // At any bytecode here Python may raise an exception that is meant for the program: the failure of a call on a
-      // device, or what a signal handler raised. Then the line is written once more, and the exception is raised again
-      // after all lines.
-      for (bool again = true; again;) {
-        again = false;
-        try {
-          const py::object log = py::module_::import("logging").attr("getLogger")("sagellm").attr("log");
-          log(python_level(level), "%s", text);
-        } catch (py::error_already_set& error) {
-          if (!failure && py::hasattr(error.type(), "of_sagellm")) {
-            failure = error.type();
-            again = true;
-          } else if (!interrupt && !error.matches(PyExc_Exception)) {
-            interrupt = std::current_exception();
-            again = true;
-          } else {
-            error.discard_as_unraisable("writing sagellm's log");
-          }
-        }
-      }
-    }
-  }
-  if (failure) Alarm::instance().raise_again(failure.ptr());
-  if (interrupt) std::rethrow_exception(interrupt);
-}
-
-void close_log() {
-  LogQueue& queue = log_queue();
-  std::lock_guard<std::mutex> lock(queue.mutex);
-  queue.closed = true;
 }
 
 }  // namespace sagellm
