@@ -174,6 +174,7 @@ Plans lower(const CallDesc& call, const Carrier& carrier) {
   }
   if (call.has_one_argument()) {
     for (const at::Tensor& tensor : call.outputs.first()) plan.add(tensor, call.outputs.role);
+    if (call.is_message()) plan.join_neighbours();
     return plans;
   }
   add_block_sizes(plan, call, carrier);

@@ -134,6 +134,32 @@ std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   return pairs;
 }
 
+// True if the runs of each dimension lie between those of the dimension around it, as those of nearly all tensors do.
+bool is_nested(const Strided& runs) {
+  size_t inner = runs.run;
+  for (size_t i = runs.counts.size(); i-- > 0;) {
+    if (runs.counts[i] == 1) continue;
+    if (runs.strides[i] < inner) return false;
+    inner += (runs.counts[i] - 1) * runs.strides[i];
+  }
+  return true;
+}
+
+// True if two tensors of this nested layout have a byte in common, of which one begins `offset` bytes after the other.
+// That is so if the offset, less a multiple of each stride, is shorter than a run. The rest must be shorter than the
+// stride, so there are two multiples to try.
+bool meets_itself(const Strided& runs, size_t dim, ptrdiff_t offset) {
+  if (dim == runs.counts.size()) return std::abs(offset) < static_cast<ptrdiff_t>(runs.run);
+  if (runs.counts[dim] == 1) return meets_itself(runs, dim + 1, offset);
+  const auto stride = static_cast<ptrdiff_t>(runs.strides[dim]);
+  const auto count = static_cast<ptrdiff_t>(runs.counts[dim]);
+  const ptrdiff_t least = offset / stride - (offset % stride < 0 ? 1 : 0);
+  for (const ptrdiff_t steps : {least, least + 1}) {
+    if (std::abs(steps) < count && meets_itself(runs, dim + 1, offset - steps * stride)) return true;
+  }
+  return false;
+}
+
 // Calls `each` with the start address of every run.
 template <class Each>
 void for_runs(const Strided& runs, size_t dim, size_t at, Each& each) {
@@ -147,6 +173,9 @@ bool share_memory(const Strided& left, const Strided& right) {
   const Piece b = extent(right);
   if (!overlap(a, b)) return false;
   if (a.bytes == left.run && b.bytes == right.run) return true;
+  if (left.run == right.run && left.counts == right.counts && left.strides == right.strides && is_nested(left)) {
+    return meets_itself(left, 0, static_cast<ptrdiff_t>(left.addr) - static_cast<ptrdiff_t>(right.addr));
+  }
   // For each byte in the overlap of the two extents: whether `left` contains it.
   const size_t begin = std::max(a.addr, b.addr);
   const size_t end = std::min(a.addr + a.bytes, b.addr + b.bytes);
@@ -289,6 +318,20 @@ void Plan::add_blocks(Pieces& pieces, c10::ArrayRef<at::Tensor> tensors, const s
       const size_t block = tensors[i].nbytes() / ranks;
       if (block > 0) pieces.push_back({reinterpret_cast<size_t>(bases[i]) + rank * block, block});
     }
+  }
+}
+
+void Plan::join_neighbours() {
+  for (Pieces* const pieces : {&inputs_, &outputs_}) {
+    Pieces joined;
+    for (const Piece& piece : *pieces) {
+      if (!joined.empty() && joined.back().addr + joined.back().bytes == piece.addr) {
+        joined.back().bytes += piece.bytes;
+      } else {
+        joined.push_back(piece);
+      }
+    }
+    *pieces = std::move(joined);
   }
 }
 

@@ -89,6 +89,8 @@ class Plan {
   void update(const at::Tensor& tensor, bool stage = false);
   void add(const at::Tensor& tensor, Role role);
 
+  // Makes one piece of pieces that follow each other in memory, such as slices of one buffer.
+  void join_neighbours();
   // Append coalesced lists, whose pieces interleave: the blocks of the first rank from all tensors, then those of the
   // second rank, and so on. Each tensor is cut into as many equal blocks as there are ranks.
   void read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);

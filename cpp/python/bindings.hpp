@@ -32,8 +32,9 @@ void bind_arrays(py::module_& module);
 // takes longer than their transfer.
 void bind_packing(py::module_& module);
 
-// The tensors of a list from index `begin` to before `end`. Throws if the list is shorter or has something else there.
-std::vector<at::Tensor> tensors_of(const py::list& list, size_t begin, size_t end);
+// The tensors of a list from index `begin` to before `end`, for this call of the program. Throws if one of them is
+// missing or has no memory of its own.
+std::vector<at::Tensor> tensors_of(const char* call, const py::list& list, size_t begin, size_t end);
 
 // Tensors in memory that peers can reach.
 void bind_shared(py::module_& module);

@@ -107,9 +107,11 @@ std::string of_device(const SageBackend& self, const std::string& device) {
 template <c10::intrusive_ptr<c10d::Work> (SageBackend::*message)(std::vector<at::Tensor>&, int, int)>
 c10::intrusive_ptr<c10d::Work> of_list(SageBackend& self, const py::list& list, size_t begin, size_t end, int peer,
                                        int tag) {
-  if (!self.delegate_reason().empty()) value_error("a list", "a delegate serves the group, which sends single tensors");
-  std::vector<at::Tensor> tensors = tensors_of(list, begin, end);
-  if (message == &SageBackend::recv_list) {
+  constexpr bool receives = message == &SageBackend::recv_list;
+  const char* const call = receives ? "recv_tensors" : "send_tensors";
+  if (!self.delegate_reason().empty()) value_error(call, "a delegate serves the group, which sends single tensors");
+  std::vector<at::Tensor> tensors = tensors_of(call, list, begin, end);
+  if (receives) {
     for (const at::Tensor& tensor : tensors) {
       if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
     }

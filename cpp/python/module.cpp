@@ -119,7 +119,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return std::make_pair(std::string(c10::toString(type)), c10::elementSize(type));
       },
       py::arg("number"));
-  module.def("_shared", [](const std::vector<at::Tensor>& tensors) { return shared(tensors); }, py::arg("tensors"));
+  module.def(
+      "_shared", [](const std::vector<at::Tensor>& tensors) { return without_gil([&] { return shared(tensors); }); },
+      py::arg("tensors"));
   module.def("_outlive_python", &outlive_python);
   py::class_<Manager>(module, "_Manager")
       .def(py::init<py::object, Manager::Backends, py::object>(), py::arg("theirs"), py::arg("backends"),

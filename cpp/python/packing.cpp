@@ -110,14 +110,18 @@ void unpack(const at::Tensor& from, const py::list& tensors, size_t begin, size_
 
 }  // namespace
 
-std::vector<at::Tensor> tensors_of(const py::list& list, size_t begin, size_t end) {
-  if (begin > end || end > list.size()) value_error("a list", "the list is shorter than it was");
+std::vector<at::Tensor> tensors_of(const char* call, const py::list& list, size_t begin, size_t end) {
+  if (begin > end || end > list.size()) value_error(call, "the list has become shorter during the call");
   std::vector<at::Tensor> tensors;
   tensors.reserve(end - begin);
   for (size_t number = begin; number < end; ++number) {
     PyObject* const item = PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(number));
-    if (!THPVariable_Check(item)) value_error("a list", c10::str("element ", number, " is no tensor"));
+    if (!THPVariable_Check(item)) value_error(call, c10::str("element ", number, " is not a tensor any more"));
     tensors.push_back(THPVariable_Unpack(item));
+    // The tensors of such a subclass have no memory of their own; only Python knows those that they wrap.
+    if (tensors.back().key_set().has(c10::DispatchKey::Python)) {
+      value_error(call, c10::str("element ", number, " is a subclass of Tensor that wraps other tensors"));
+    }
   }
   return tensors;
 }

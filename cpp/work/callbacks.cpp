@@ -33,8 +33,8 @@ void run_logged(const std::function<void()>& job) {
 
 // Number of the job that this pool thread runs, until it gives up its turn. 0 on all other threads.
 thread_local uint64_t current_turn = 0;
-// True while this pool thread runs a job.
-thread_local bool in_a_job = false;
+// The queue of the job that this pool thread runs. Negative on a thread that runs none.
+thread_local int current_queue = -1;
 
 // Leaks a job that will not run: it may own Python objects, which can no longer be dropped.
 void leak(std::function<void()> job) {
@@ -43,46 +43,49 @@ void leak(std::function<void()> job) {
 
 }  // namespace
 
-void CallbackPool::post(std::function<void()> job) {
+void CallbackPool::post(std::function<void()> job, size_t queue) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (stopped_) return leak(std::move(job));
-  jobs_.push_back(std::move(job));
+  auto& jobs = queues_[queue].jobs;
+  jobs.push_back(std::move(job));
   call_a_thread();
   if (threads_ > 0) return;
   // No thread exists and none can be started. This is the wrong thread for the job, but otherwise the job would never
   // run.
-  job = std::move(jobs_.back());
-  jobs_.pop_back();
+  job = std::move(jobs.back());
+  jobs.pop_back();
   lock.unlock();
   run_logged(job);
 }
 
-void CallbackPool::post_beside(std::function<void()> job) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!stopped_ && threads_ > 0 && beside_.size() + running_beside_ < kMostBeside) {
-      beside_.push_back(std::move(job));
-      if (idle_ == 0 && threads_ < kMostThreads) {
-        add_thread();
-      } else {
-        work_.notify_one();
-      }
-      return;
-    }
-  }
-  post(std::move(job));
+size_t CallbackPool::queue_of_futures() {
+  return current_queue < 0 ? 0 : 1 - static_cast<size_t>(current_queue);
 }
 
-bool CallbackPool::runs_this_thread() {
-  return in_a_job;
+bool CallbackPool::is_empty() const {
+  return std::all_of(queues_.begin(), queues_.end(), [](const Queue& queue) { return queue.jobs.empty(); });
+}
+
+bool CallbackPool::has_ready() const {
+  return std::any_of(queues_.begin(), queues_.end(),
+                     [](const Queue& queue) { return !queue.jobs.empty() && queue.turn == 0; });
+}
+
+CallbackPool::Clock::time_point CallbackPool::first_end() const {
+  auto first = Clock::time_point::max();
+  for (const Queue& queue : queues_) {
+    if (!queue.jobs.empty() && queue.turn != 0) first = std::min(first, turn_ends(queue));
+  }
+  return first;
 }
 
 void CallbackPool::call_a_thread() {
+  if (is_empty()) return;
   if (idle_ == 0) {
     if (threads_ < kMostThreads) add_thread();
     return;
   }
-  if (turn_ == 0 || !watched_) work_.notify_one();
+  if (has_ready() || first_end() < watched_until_) work_.notify_one();
 }
 
 void CallbackPool::about_to_block() {
@@ -91,16 +94,17 @@ void CallbackPool::about_to_block() {
 
 void CallbackPool::give_turn_away(uint64_t turn) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  slow_.erase(turn);
-  if (turn_ != turn) return;
-  turn_ = 0;
-  if (!jobs_.empty()) call_a_thread();
+  for (Queue& queue : queues_) {
+    queue.slow.erase(turn);
+    if (queue.turn == turn) queue.turn = 0;
+  }
+  call_a_thread();
 }
 
-CallbackPool::Clock::time_point CallbackPool::turn_ends() const {
+CallbackPool::Clock::time_point CallbackPool::turn_ends(const Queue& queue) {
   constexpr auto kTurn = std::chrono::milliseconds(5);
   constexpr size_t kLongest = 10;
-  return turn_began_ + kTurn * std::min(slow_.size() + 1, kLongest);
+  return queue.turn_began + kTurn * std::min(queue.slow.size() + 1, kLongest);
 }
 
 void CallbackPool::add_thread() {
@@ -118,72 +122,70 @@ void CallbackPool::serve() {
   constexpr auto kIdle = std::chrono::seconds(10);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
-    if (!beside_.empty()) {
-      ++running_beside_;
-      run(lock, take(beside_), 0);
-      --running_beside_;
+    if (Queue* const queue = next_queue()) {
+      run(lock, *queue);
       continue;
     }
-    if (jobs_.empty()) {
-      ++idle_;
-      const bool called =
-          work_.wait_for(lock, kIdle, [this] { return stopped_ || !jobs_.empty() || !beside_.empty(); });
-      --idle_;
-      if (!called) break;
-      continue;
+    const auto ends = first_end();
+    const bool watches = ends < watched_until_;
+    if (watches) watched_until_ = ends;
+    ++idle_;
+    const bool called = work_.wait_until(lock, watches ? ends : Clock::now() + kIdle, [&] {
+      return stopped_ || has_ready() || first_end() < (watches ? ends : watched_until_);
+    });
+    --idle_;
+    if (watches) {
+      watched_until_ = Clock::time_point::max();
+    } else if (!called) {
+      break;
     }
-    if (turn_ != 0) {
-      const auto ends = turn_ends();
-      if (Clock::now() < ends) {
-        ++idle_;
-        watched_ = true;
-        work_.wait_until(lock, ends, [this] { return stopped_ || turn_ == 0 || !beside_.empty(); });
-        watched_ = false;
-        --idle_;
-        continue;
-      }
-      slow_.insert(turn_);
-    }
-    turn_ = ++last_turn_;
-    turn_began_ = Clock::now();
-    run(lock, take(jobs_), turn_);
   }
   --threads_;
   left_.notify_all();
 }
 
-std::function<void()>* CallbackPool::take(std::deque<std::function<void()>>& from) {
-  auto* job = new std::function<void()>(std::move(from.front()));
-  from.pop_front();
-  return job;
+CallbackPool::Queue* CallbackPool::next_queue() {
+  for (Queue& queue : queues_) {
+    if (queue.jobs.empty()) continue;
+    if (queue.turn == 0) return &queue;
+    if (Clock::now() < turn_ends(queue)) continue;
+    queue.slow.insert(queue.turn);
+    return &queue;
+  }
+  return nullptr;
 }
 
-void CallbackPool::run(std::unique_lock<std::mutex>& lock, std::function<void()>* job, uint64_t turn) {
-  // More jobs are queued: an idle thread must be ready to start the next one if the current turn lasts too long.
-  if (!jobs_.empty() && !watched_) call_a_thread();
+void CallbackPool::run(std::unique_lock<std::mutex>& lock, Queue& queue) {
+  const uint64_t turn = ++last_turn_;
+  queue.turn = turn;
+  queue.turn_began = Clock::now();
+  // On the heap, so that unwinding of the thread does not destroy the objects that the job owns (see `run_logged`).
+  auto* job = new std::function<void()>(std::move(queue.jobs.front()));
+  queue.jobs.pop_front();
+  // If more jobs are queued, an idle thread must be ready to start the next one, now or if this job exceeds its turn.
+  call_a_thread();
   ++running_;
   lock.unlock();
   // If the interpreter is ending, the job is leaked.
   if (python_alive()) {
     current_turn = turn;
-    in_a_job = true;
+    current_queue = &queue == &queues_[0] ? 0 : 1;
     run_logged(*job);
-    in_a_job = false;
+    current_queue = -1;
     current_turn = 0;
     delete job;
   }
   lock.lock();
   --running_;
-  if (turn == 0) return;
-  slow_.erase(turn);
-  if (turn_ == turn) turn_ = 0;
+  queue.slow.erase(turn);
+  if (queue.turn == turn) queue.turn = 0;
 }
 
 void CallbackPool::settle(std::chrono::milliseconds patience) {
   constexpr auto kPause = std::chrono::milliseconds(5);
   const auto until = Clock::now() + patience;
   std::unique_lock<std::mutex> lock(mutex_);
-  while ((!jobs_.empty() || !beside_.empty() || running_ > 0) && Clock::now() < until) left_.wait_for(lock, kPause);
+  while ((!is_empty() || running_ > 0) && Clock::now() < until) left_.wait_for(lock, kPause);
 }
 
 void CallbackPool::stop(std::chrono::milliseconds patience) {
@@ -191,9 +193,9 @@ void CallbackPool::stop(std::chrono::milliseconds patience) {
   stopped_ = true;
   work_.notify_all();
   left_.wait_for(lock, patience, [this] { return threads_ == 0; });
-  for (auto* jobs : {&jobs_, &beside_}) {
-    for (auto& job : *jobs) leak(std::move(job));
-    jobs->clear();
+  for (Queue& queue : queues_) {
+    for (auto& job : queue.jobs) leak(std::move(job));
+    queue.jobs.clear();
   }
 }
 

@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -40,12 +41,16 @@ class BlockSignals {
   sigset_t before_{};
 };
 
-// Threads that run callbacks. Jobs run one after the other, on the thread that has the turn. A callback may block, on a
-// collective or on another callback, and must not hold up the jobs behind it. So a thread that is about to wait in one
-// of our calls gives up its turn at once. A thread that stays in a job for some milliseconds (it may be waiting for the
-// GIL, or sleep) loses its turn. Each lost turn lengthens the time limit of the next, up to 50 ms. So if a program
-// holds the GIL for seconds, only a few dozen threads are started, however many futures complete meanwhile. Idle
-// threads exit after a while. No thread exists before the first job.
+// Threads that run callbacks, from two queues. The jobs of a queue run one after the other, on the thread that has its
+// turn. A callback may block, on a collective or on another callback, and must not hold up the jobs behind it. So a
+// thread that is about to wait in one of our calls gives up its turn at once. A thread that stays in a job for some
+// milliseconds (it may be waiting for the GIL, or sleep) loses its turn. Each lost turn lengthens the time limit of the
+// next, up to 50 ms. So if a program holds the GIL for seconds, only a few dozen threads are started, however many
+// futures complete meanwhile. Idle threads exit after a while. No thread exists before the first job.
+//
+// A wait for a future cannot give up the turn, because torch does not tell us of it. So a future that a job has
+// requested completes in the other queue: the job may be waiting for it. With one queue, each such wait of torch's
+// PowerSGD hook took the 5 ms until its job lost the turn.
 class CallbackPool {
  public:
   static CallbackPool& instance() { return per_process<CallbackPool>(); }
@@ -55,14 +60,9 @@ class CallbackPool {
 
   // Runs `job` soon on a thread of the pool, or at once on this thread if the pool has none and can start none.
   // Exceptions are logged. After `stop` the job is leaked instead of run.
-  void post(std::function<void()> job);
-
-  // The same, but the job does not wait for its turn if only a few others run so. For the end of a future that a job of
-  // the pool has requested: this job may be waiting for the future. A future's wait cannot call `about_to_block`, so
-  // the job would keep its turn until it lost it, which took 5 ms for each such wait of torch's PowerSGD hook.
-  void post_beside(std::function<void()> job);
-  // Whether this thread runs a job of the pool.
-  static bool runs_this_thread();
+  void post(std::function<void()> job, size_t queue = 0);
+  // The queue in which a future must complete that the calling thread requests.
+  static size_t queue_of_futures();
 
   // Call this before a wait for an operation. If this thread belongs to the pool, another one takes the next job.
   static void about_to_block();
@@ -76,37 +76,41 @@ class CallbackPool {
  private:
   using Clock = std::chrono::steady_clock;
 
+  struct Queue {
+    std::deque<std::function<void()>> jobs;
+    // Number of the job that has the turn, or 0, and the start of its turn.
+    uint64_t turn = 0;
+    Clock::time_point turn_began;
+    // Numbers of the jobs that lost their turn and still run.
+    std::set<uint64_t> slow;
+  };
+
   void add_thread();
   void serve();
-  // Takes the first job. It is on the heap, so that unwinding of the thread does not destroy the objects that the job
-  // owns (see `run_logged`).
-  static std::function<void()>* take(std::deque<std::function<void()>>& from);
-  // Runs a job without the lock, in its turn or, with 0, beside the job that has the turn.
-  void run(std::unique_lock<std::mutex>& lock, std::function<void()>* job, uint64_t turn);
-  // Makes sure that a thread takes the next job, now or when the current turn has lasted too long. Call with the lock.
+  // A queue whose first job may run now. A job that has had the turn of its queue for too long loses it.
+  Queue* next_queue();
+  // Runs the first job of a queue without the lock.
+  void run(std::unique_lock<std::mutex>& lock, Queue& queue);
+  // If jobs are queued: makes sure that a thread takes the next one, now or when a turn has lasted too long. Call with
+  // the lock.
   void call_a_thread();
   void give_turn_away(uint64_t turn);
-  Clock::time_point turn_ends() const;
+  bool is_empty() const;
+  // Whether a queue has a job and nobody has its turn.
+  bool has_ready() const;
+  // When the first turn ends for which other jobs wait.
+  Clock::time_point first_end() const;
+  static Clock::time_point turn_ends(const Queue& queue);
 
   std::mutex mutex_;
-  // Wakes idle threads: a job was posted, the turn is free, or the pool was stopped.
+  // Wakes idle threads: a job was posted, a turn is free, or the pool was stopped.
   std::condition_variable work_;
   // Notified when a thread exits.
   std::condition_variable left_;
-  std::deque<std::function<void()>> jobs_;
-  // Jobs that do not wait for their turn, and the number of those that run.
-  static constexpr size_t kMostBeside = 8;
-  std::deque<std::function<void()>> beside_;
-  size_t running_beside_ = 0;
-  // Number of the job that has the turn, or 0. `last_turn_` is the last number used, `turn_began_` the start of the
-  // turn.
-  uint64_t turn_ = 0;
+  std::array<Queue, 2> queues_;
   uint64_t last_turn_ = 0;
-  Clock::time_point turn_began_;
-  // Numbers of the jobs that lost their turn and still run.
-  std::set<uint64_t> slow_;
-  // True while an idle thread waits for the end of the turn.
-  bool watched_ = false;
+  // An idle thread waits for the end of a turn, until this time. The latest possible time if none does.
+  Clock::time_point watched_until_ = Clock::time_point::max();
   size_t idle_ = 0;
   size_t threads_ = 0;
   // Number of jobs that have begun and not ended.

@@ -66,7 +66,7 @@ bool SageWork::end(const std::string& error, const std::exception_ptr& failure) 
   FuturePtr future;
   FuturePtr code_future;
   std::shared_ptr<void> held;
-  bool asked_by_callback = false;
+  size_t queue = 0;
   std::string how;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -80,18 +80,18 @@ bool SageWork::end(const std::string& error, const std::exception_ptr& failure) 
     if (!value_at_issue_) future = future_;
     code_future = code_future_;
     held = std::move(held_in_step_);
-    asked_by_callback = asked_by_callback_;
+    queue = queue_;
   }
   cv_.notify_all();
   if (trace_) trace_->end();
   if (future || code_future) {
     auto self = c10::intrusive_ptr<SageWork>::reclaim_copy(this);
-    std::function<void()> job = [self, future, code_future, held = std::move(held)] {
-      if (code_future) self->complete(*code_future, true);
-      if (future) self->complete(*future, false);
-    };
-    CallbackPool& pool = CallbackPool::instance();
-    asked_by_callback ? pool.post_beside(std::move(job)) : pool.post(std::move(job));
+    CallbackPool::instance().post(
+        [self, future, code_future, held = std::move(held)] {
+          if (code_future) self->complete(*code_future, true);
+          if (future) self->complete(*future, false);
+        },
+        queue);
   }
   tell_hooks(how);
   return true;
@@ -268,7 +268,7 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
     if (!complete_here) future->setError(to_exception(coded(ErrorKind::kInvalid, kInherited)));
   } else {
     const std::lock_guard<std::mutex> lock(mutex_);
-    asked_by_callback_ = asked_by_callback_ || CallbackPool::runs_this_thread();
+    if (const size_t queue = CallbackPool::queue_of_futures(); queue != 0 || !slot) queue_ = queue;
     if (slot) return slot;
     slot = future;
     complete_here = completed_ || (value_at_issue_ && !with_code);

@@ -193,8 +193,8 @@ class SageWork : public c10d::Work {
   std::chrono::steady_clock::time_point ended_at_;
   FuturePtr future_;
   FuturePtr code_future_;
-  // A callback has requested a future, and may wait for it.
-  bool asked_by_callback_ = false;
+  // The queue of `CallbackPool` in which the futures complete.
+  size_t queue_ = 0;
   // Set by the first request of a future, until the futures have completed; null outside a step.
   std::shared_ptr<void> held_in_step_;
 };

@@ -151,6 +151,7 @@ mod tests {
     const ALIKE: Alike = Alike { ranks: 2, cores: 2, threads: 1, policy: 7 };
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the system for this machine's processors")]
     fn times_are_read_as_they_were_written() {
         let (kept, head) = (some(), ALIKE.head());
         assert_eq!(Kept::parse(kept.text(&head).as_bytes(), &head).unwrap(), kept);
@@ -161,6 +162,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the system for this machine's processors")]
     fn what_a_group_measured_replaces_older_times_of_the_same_size_class() {
         let mut kept = some();
         kept.learn(vec![(Kind::AllReduce, typical(7.0, 9000.0, 100)), (Kind::Reduce, typical(8.0, 5000.0, 100))]);
@@ -170,6 +172,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the system for this machine's processors")]
     fn a_damaged_file_is_refused() {
         let head = ALIKE.head();
         let text = some().text(&head);

@@ -4,6 +4,7 @@ refusals."""
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,13 +245,15 @@ def from_where_they_are(ctx: Context, serves: str) -> None:
 
     other = {"ours": {}, "delegate": {"pg_options": torch_sagellm.Options(engine="delegate")}}.get(serves)
     group = dist.new_group(backend="gloo") if other is None else dist.new_group(**other)
-    twice = torch.randn(3000)
-    weight = torch.nn.Parameter(torch.randn(7, 500))
+    twice = torch.arange(3000.0)
+    weight = torch.nn.Parameter(torch.arange(3500.0).reshape(7, 500))
     sizes = {"tiny": [16] * 300, "small": [1024] * 300, "of both": [3, 9000, 100, 0, 12_000, 1, 70_000, 2, 1 << 20, 5]}
     lists: dict[str, list[torch.Tensor]] = {
         name: [torch.arange(float(size)) + number for number, size in enumerate(each)] for name, each in sizes.items()
     }
     lists["several dtypes"] = [torch.arange(3000).to(kind) for kind in (torch.int64, torch.bool, torch.float16)] * 4
+    cut = torch.arange(40_000.0).reshape(100, 400)
+    lists["slices of one"] = list(cut.split(10)) + [cut[:, column] for column in range(0, 400, 7)]
     lists["any tensors"] = [torch.zeros(2, 2), torch.arange(6000.0).reshape(60, 100).t(), torch.ones(9000, 2)[:, 1]]
     if ctx.rank == 0:
         for each in (*lists.values(), [twice, weight, twice]):
@@ -274,13 +277,50 @@ def from_where_they_are(ctx: Context, serves: str) -> None:
                 assert all(changed), "autograd learns that a tensor was changed"
         for _ in range(2):
             one, middle, last = torch_sagellm.recv_tensors(0, group)
-            assert torch.equal(one, last) and middle.shape == (7, 500)
+            assert all(map(torch.equal, (one, middle, last), (twice, weight.detach(), twice)))
     dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("serves", ["ours", "delegate", "gloo"])
 def test_lists_of_every_form_arrive_whichever_backend_carries_them(serves: str) -> None:
     run_ranks(from_where_they_are, 2, serves)
+
+
+def begun_at_once(ctx: Context) -> None:
+    """Lists that fit the window need no thread: their order, with lists on threads between them, and their end."""
+    import torch_sagellm
+
+    def lists() -> list[list[torch.Tensor]]:
+        sizes = [[2000, 3], [70_000] * 3, [5] * 100, [1 << 19, 7], [4000] * 9]
+        return [[torch.full((size,), float(at)) for size in each] for at, each in enumerate(sizes)]
+
+    windows = [1 << 26, 4096, 1 << 26, 4096, 1 << 26]
+    if ctx.rank == 1:
+        ctx.store().wait(["begun"])
+        coming = [torch_sagellm.irecv_tensors(0, tag=1) for _ in range(3)]
+        found = [each.wait() for each in coming] + [torch_sagellm.recv_tensors(0, tag=1) for _ in range(2)]
+        for one, expected in zip(found, lists(), strict=True):
+            assert all(map(torch.equal, one, expected))
+        assert torch.equal(torch_sagellm.recv_tensors(0)[0], torch.ones(2000))
+        return
+    threads = threading.active_count()
+    pending = [torch_sagellm.isend_tensors(lists()[0], 1, tag=1, window=windows[0])]
+    assert threading.active_count() == threads and not pending[0].done()
+    for each, window in list(zip(lists(), windows, strict=True))[1:]:
+        pending.append(torch_sagellm.isend_tensors(each, 1, tag=1, window=window))
+        del each  # the transfer keeps the tensors
+    ctx.store().set("begun", "1")
+    assert [each.wait() for each in pending] == [[]] * 5 and [each.wait() for each in pending] == [[]] * 5
+    assert all(each.done() for each in pending)
+    wrapped = torch.distributed._functional_collectives.AsyncCollectiveTensor(torch.ones(2000))
+    torch_sagellm.isend_tensors([wrapped], 1)  # dropped at once, and arrives all the same
+    out = [torch.distributed._functional_collectives.AsyncCollectiveTensor(torch.ones(2000))]
+    text = expect_raises(ValueError, lambda: torch_sagellm.recv_tensors(1, out=out))
+    assert "element 0 of out is a AsyncCollectiveTensor" in text
+
+
+def test_lists_that_fit_the_window_are_begun_in_the_call_and_keep_their_order() -> None:
+    run_ranks(begun_at_once, 2)
 
 
 def damaged(ctx: Context) -> None:
@@ -373,11 +413,11 @@ def held_back(ctx: Context) -> Any:
 
         def begin_watched(message: Any) -> Any:
             begun.append(message.nbytes)
-            work = begin(message)
+            work: Any = begin(message)
 
             def end() -> None:
                 if not waited:
-                    assert not ctx.store().check(["called"])
+                    assert not work.is_completed() and not ctx.store().check(["called"])
                     ctx.tell(sum(begun))
                 work.wait()
                 assert ctx.store().check(["called"]), "it ended only when the receiver had called"

@@ -163,6 +163,33 @@ def test_rule_09_many_blocking_callbacks_at_once(count: int) -> None:
     run_ranks(blocking_callbacks, 2, count)
 
 
+def callbacks_of_callbacks(ctx: Context) -> None:
+    """Callbacks that wait for futures that they have requested: two at a time, and one in the callback of another."""
+    n = ctx.world_size
+
+    def reduced(value: float) -> Any:
+        work: Any = dist.all_reduce(torch.full((3,), value), async_op=True)
+        return work.get_future()
+
+    def two(_: Any) -> list[torch.Tensor]:
+        first, second = reduced(1.0), reduced(2.0)
+        both = first.then(lambda done: [*done.value(), *second.wait()])
+        third = second.then(lambda done: [*done.value(), *reduced(3.0).wait()])
+        return [*both.wait(), *third.wait()]
+
+    for _ in range(100):
+        found = reduced(0.0).then(two).wait()
+        assert [each[0].item() for each in found] == [n, 2 * n, 2 * n, 3 * n]
+
+
+@beyond_gloo("two blocking callbacks hang for ever")
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rule_09_a_callback_may_wait_for_futures_that_it_has_requested(world_size: int) -> None:
+    """Rule 9: the futures complete while the callback waits, also if they complete together."""
+    run_ranks(callbacks_of_callbacks, world_size)
+
+
 def wait_elapses(ctx: Context) -> None:
     tensor = torch.ones(3)
     if ctx.rank == 0:

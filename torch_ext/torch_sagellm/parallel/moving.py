@@ -17,18 +17,21 @@ from torch_sagellm.parallel.packing import Listed, Message, Run
 
 def lists_of(group: Any) -> Any:
     """The backend of the group if it sends a list of CPU tensors as one message without packing it, else None."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    group = dist.group.WORLD if group is None else group
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:  # the first message raises or warns
         return None
-    ours = groups.backend_of(dist.group.WORLD if group is None else group)
+    ours = groups.backend_of(group)
     return None if ours is None or ours.delegate_reason else ours
 
 
 def messages(runs: list[Run], ours: Any, on_cpu: bool, window: int) -> Iterator[Message]:
     """Cuts the list for the sender's window. Half of it is the largest message, so that two are in flight."""
     most = max(1, window // 2)
-    if on_cpu:
-        most = min(most, packing.PACK if ours is None else packing.JOINED)
-    return packing.messages(runs, most, ours is not None or not on_cpu)
+    if not on_cpu:
+        return packing.messages(runs, most, None, True)
+    if ours is None:
+        return packing.messages(runs, min(most, packing.PACK), packing.SMALL, False)
+    return packing.messages(runs, min(most, packing.JOINED), packing.LARGE, True)
 
 
 class Waits(Protocol):

@@ -17,7 +17,7 @@ from torch_sagellm.parallel.packing import Listed, Run
 
 #: The first message has HEADER_BYTES: MAGIC (its digit is the version), the length of the description in LENGTH_BYTES,
 #: and the beginning of the description.
-MAGIC = b"sagetns2"
+MAGIC = b"sagetns3"
 HEADER_BYTES = 4096
 LENGTH_BYTES = 8
 PREFIX_BYTES = len(MAGIC) + LENGTH_BYTES
@@ -35,10 +35,10 @@ def send_tensors(
 
     One header describes all tensors. They follow in messages of several tensors, with at most ``window`` bytes in
     flight, so a slow receiver delays the sender instead of filling memory. On the CPU of a sagellm group a message has
-    at most 4 MiB, or one larger tensor, and tensors are sent from where they are. On a device, and on another backend
-    for tensors below 32 KiB, a message is packed. Only the two ranks take part. It returns when the tensors' memory may
-    be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device (ValueError,
-    before anything is sent).
+    at most 4 MiB, or one larger tensor. Its tensors are sent from where they are, or packed if they have on average
+    less than 1 KiB. On a device, and on another backend for tensors below 32 KiB, a message is packed. Only the two
+    ranks take part. It returns when the tensors' memory may be changed. All tensors must be dense, have data and a
+    dtype of whole bytes, and be on one device (ValueError, before anything is sent).
 
     Example::
 
@@ -193,7 +193,23 @@ def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
             f"sagellm send_tensors: element {number} is {tensor.dtype}, expected a dtype of whole bytes: send its "
             "numbers and what belongs to them as tensors"
         )
-    return tensor.detach().resolve_conj().resolve_neg()
+    return _unwrapped("send_tensors: element", number, tensor).detach().resolve_conj().resolve_neg()
+
+
+def _unwrapped(what: str, number: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the plain one that a subclass stands for, such as a result of functional collectives."""
+    if _wraps(tensor):
+        tensor = tensor.clone()
+    if _wraps(tensor):
+        raise ValueError(
+            f"sagellm {what} {number} is a {type(tensor).__name__}, which wraps other tensors; pass those (of a "
+            "DTensor, its to_local())"
+        )
+    return tensor
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
 def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
@@ -206,6 +222,10 @@ def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
     for number, tensor in enumerate(given):
         what = f"recv_tensors: element {number} of out"
         checked_result(what, tensor)
+        if _wraps(tensor):
+            raise ValueError(
+                f"sagellm {what} is a {type(tensor).__name__}, which wraps others, expected a plain tensor"
+            )
         checked_written(what, tensor)
     devices = {tensor.device for tensor in given}
     if len(devices) > 1:
@@ -309,19 +329,16 @@ class _OnThread:
         return self._found
 
 
-_lock = threading.Lock()
+#: Re-entrant, because a signal handler may begin a transfer while its thread does.
+_lock = threading.RLock()
 #: The last transfer on a thread between two ranks with one tag. Messages of two lists must not mix, so each transfer
 #: waits for the one before it.
 _latest: dict[tuple[Any, ...], _OnThread] = {}
 
 
-def _earlier(key: tuple[Any, ...]) -> _OnThread | None:
-    with _lock:
-        return _latest.get(key)
-
-
 def _wait_for_earlier(key: tuple[Any, ...]) -> None:
-    earlier = _earlier(key)
+    with _lock:
+        earlier = _latest.get(key)
     if earlier is not None:
         earlier.ended.wait()
 
@@ -332,7 +349,8 @@ def isend_tensors(
     """Begins ``send_tensors`` for tensors on the CPU (ValueError), which must not change until its end.
 
     Lists to the same rank with the same tag are sent one after the other, in the order of the calls. On a sagellm group
-    a list of at most ``window`` bytes needs no further thread; otherwise a separate thread sends it.
+    the call itself begins all messages of a list of at most ``window`` bytes, and raises the error of a group that has
+    failed. Otherwise a separate thread sends the list, and ``wait()`` raises its errors.
 
     Example::
 
@@ -351,8 +369,10 @@ def isend_tensors(
         raise ValueError(f"sagellm isend_tensors: window is {window} bytes, expected 1 or more")
     key = ("send", group, dst, tag)
     ours = moving.lists_of(group)
-    if ours is not None and _earlier(key) is None and sum(run.nbytes * run.number for run in listed.runs) <= window:
-        return _begun(ours, listed, dst, group, tag, window)
+    if ours is not None and sum(run.nbytes * run.number for run in listed.runs) <= window:
+        with _lock:  # until all messages have begun; that waits for no other rank
+            if key not in _latest:
+                return _begun(ours, listed, dst, group, tag, window)
 
     def work() -> list[torch.Tensor]:
         _send(listed, dst, group, tag, window)
@@ -370,6 +390,7 @@ def _begun(ours: Any, listed: Listed, dst: int, group: Any, tag: int, window: in
     def wait() -> list[torch.Tensor]:
         for work in works:
             work.wait()
+        works.clear()  # and so drop the tensors
         return []
 
     return PendingTransfer(wait, lambda: all(work.is_completed() for work in works))
