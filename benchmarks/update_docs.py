@@ -54,6 +54,8 @@ THREADS = f"{SIXTEEN}/threads"
 ONE_THREAD = "2026-11-26-amd-epyc-2c/wide"
 #: A run of messages.py.
 MESSAGES = "2026-11-26-amd-epyc-2c/messages"
+#: A run of hosts.py.
+EVERY_HOST = "2026-11-27-amd-epyc-2c/hosts"
 #: A run of busy.py. Its file has the results of many starts of the ranks.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
@@ -244,6 +246,25 @@ def hosts(runs: list[Run]) -> Table:
     return table
 
 
+def every_host(runs: list[Run]) -> Table:
+    """gloo's times divided by ours, p10 (median), in every cell of a run of hosts.py; bold if below 1 by p10."""
+    (whole,) = runs
+    sizes = [("8 B", 8, 16), ("64 KiB", 64 * KiB, 64 * KiB), ("1 MiB", MiB, MiB), ("16 MiB", 16 * MiB, 16 * MiB)]
+    table = [["hosts x ranks, link", "operation", *(name for name, _, _ in sizes)]]
+    for run in whole["runs"]:
+        place = f"{run['layout'].replace('x', ' x ')}, {'no limit' if run['link'] == 'none' else run['link']}"
+        for op in dict.fromkeys(row["op"] for row in run["results"]):
+            rows = {row["size"]: row["times"] for row in run["results"] if row["op"] == op}
+            cells = []
+            for _, least, most in sizes:
+                times = next((rows[size] for size in rows if least <= size <= most), None)
+                p10, median = (times["gloo"][key] / times[OURS][key] for key in ("p10", "median")) if times else (0, 0)
+                text = f"{p10:.2f} ({median:.2f})" if times else "-"
+                cells.append(f"**{text}**" if times and p10 < 1 else text)
+            table.append([place, op, *cells])
+    return table
+
+
 def leaders(runs: list[Run]) -> Table:
     """Large operations between hosts: in two groups in which all ranks take part, and in one with a leader per host."""
     head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
@@ -327,6 +348,7 @@ TABLES: dict[str, tuple[Callable[[list[Run]], Table], list[str] | None]] = {
     "card many": (many_host_times, CARD),
     "fusion": (fusion, FUSION),
     "hosts": (hosts, HOSTS),
+    "every host": (every_host, [EVERY_HOST]),
     "leaders": (leaders, LEADERS),
     "busy": (busy_cores, [BUSY]),
 }
@@ -340,7 +362,7 @@ def markdown(table: Iterable[list[str]]) -> str:
 def filled(page: str) -> str:
     """The page with each of its tables replaced."""
     every = [str(path.relative_to(RUNS).with_suffix("")) for path in sorted(RUNS.glob("*/*.json"))]
-    every = [run for run in every if run not in (BUSY, THREADS, ONE_THREAD, MESSAGES)]
+    every = [run for run in every if run not in (BUSY, THREADS, ONE_THREAD, MESSAGES, EVERY_HOST)]
     for name, (write, names) in TABLES.items():
         begin, end = f"<!-- table: {name} -->", "<!-- end -->"
         text = markdown(write([load(run) for run in names or every]))

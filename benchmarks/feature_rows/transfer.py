@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torch_sagellm
-from feature_rows.row import HERE, Made, Row, nothing
+from feature_rows.row import HERE, Made, Place, Row, nothing
 
 
 def lists(count: int, shape: tuple[int, ...], asynchronous: bool = False) -> Callable[[], Made]:
@@ -40,9 +40,13 @@ def lists(count: int, shape: tuple[int, ...], asynchronous: bool = False) -> Cal
 
 
 ONE = "one dist.send of as many bytes"
+APART = Place(2, 2)
 ROWS = [
     Row("transfer", "2,000 tensors of 64 B", ONE, HERE, 2.0, lists(2000, (16,))),
     Row("transfer", "2,000 tensors of 4 KiB", ONE, HERE, 2.0, lists(2000, (1024,))),
     Row("transfer", "32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64))),
     Row("transfer", "isend_tensors, 32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64), True)),
+    Row("transfer", "2,000 tensors of 2 KiB", ONE, APART, 2.0, lists(2000, (512,))),
+    Row("transfer", "2,000 tensors of 4 KiB", ONE, APART, 2.0, lists(2000, (1024,))),
+    Row("transfer", "32 tensors of 512 KiB", ONE, APART, 1.5, lists(32, (2, 16, 64, 64))),
 ]
