@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "host/errors.hpp"
@@ -145,9 +146,10 @@ bool is_nested(const Strided& runs) {
   return true;
 }
 
-// True if two tensors of this nested layout have a byte in common, of which one begins `offset` bytes after the other.
-// That is so if the offset, less a multiple of each stride, is shorter than a run. The rest must be shorter than the
-// stride, so there are two multiples to try.
+// True if two tensors of this nested layout have a byte in common. One begins `offset` bytes after the other. They have
+// one if less than the length of a run is left of the offset after a multiple of each stride has been taken off; the
+// multiple must be less than the stride's count. Because the layout is nested, what is left for the inner dimensions is
+// shorter than the stride, so only two multiples can do.
 bool meets_itself(const Strided& runs, size_t dim, ptrdiff_t offset) {
   if (dim == runs.counts.size()) return std::abs(offset) < static_cast<ptrdiff_t>(runs.run);
   if (runs.counts[dim] == 1) return meets_itself(runs, dim + 1, offset);

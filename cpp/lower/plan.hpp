@@ -58,7 +58,8 @@ struct Label {
 };
 
 // The indices of the first two tensors of a list that have a byte in common and are not `allowed` to. If the ranges of
-// two strided tensors overlap, as columns of a matrix do, their runs are compared byte by byte. This is slow, and rare.
+// two strided tensors overlap, it is computed whether their bytes do, if both have the same layout, as columns of a
+// matrix have. Otherwise their runs are compared byte by byte. This is slow, and rare.
 // Sparse tensors count as sharing no memory.
 using Places = std::pair<size_t, size_t>;
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed = {});

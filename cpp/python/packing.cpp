@@ -118,9 +118,9 @@ std::vector<at::Tensor> tensors_of(const char* call, const py::list& list, size_
     PyObject* const item = PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(number));
     if (!THPVariable_Check(item)) value_error(call, c10::str("element ", number, " is not a tensor any more"));
     tensors.push_back(THPVariable_Unpack(item));
-    // The tensors of such a subclass have no memory of their own; only Python knows those that they wrap.
+    // Most tensors of such subclasses have no memory of their own; only Python knows the tensors that they wrap.
     if (tensors.back().key_set().has(c10::DispatchKey::Python)) {
-      value_error(call, c10::str("element ", number, " is a subclass of Tensor that wraps other tensors"));
+      value_error(call, c10::str("element ", number, " is a subclass of Tensor with its own __torch_dispatch__"));
     }
   }
   return tensors;

@@ -82,7 +82,8 @@ CallbackPool::Clock::time_point CallbackPool::first_end() const {
 void CallbackPool::call_a_thread() {
   if (is_empty()) return;
   if (idle_ == 0) {
-    if (threads_ < kMostThreads) add_thread();
+    // A thread that is starting will look at both queues.
+    if (starting_ == 0 && threads_ < kMostThreads) add_thread();
     return;
   }
   if (has_ready() || first_end() < watched_until_) work_.notify_one();
@@ -112,6 +113,7 @@ void CallbackPool::add_thread() {
   try {
     std::thread([this] { serve(); }).detach();
     ++threads_;
+    ++starting_;
   } catch (const std::system_error&) {
     // The existing threads run the jobs. If there are none, `post` runs the job itself.
   }
@@ -121,6 +123,7 @@ void CallbackPool::serve() {
   pthread_setname_np(pthread_self(), "sagellm-call");
   constexpr auto kIdle = std::chrono::seconds(10);
   std::unique_lock<std::mutex> lock(mutex_);
+  --starting_;
   while (!stopped_) {
     if (Queue* const queue = next_queue()) {
       run(lock, *queue);
@@ -145,7 +148,9 @@ void CallbackPool::serve() {
 }
 
 CallbackPool::Queue* CallbackPool::next_queue() {
-  for (Queue& queue : queues_) {
+  // The second queue first, because jobs of the first one may be waiting for its jobs.
+  for (const size_t number : {size_t{1}, size_t{0}}) {
+    Queue& queue = queues_[number];
     if (queue.jobs.empty()) continue;
     if (queue.turn == 0) return &queue;
     if (Clock::now() < turn_ends(queue)) continue;

@@ -50,7 +50,8 @@ class BlockSignals {
 //
 // A wait for a future cannot give up the turn, because torch does not tell us of it. So a future that a job has
 // requested completes in the other queue: the job may be waiting for it. With one queue, each such wait of torch's
-// PowerSGD hook took the 5 ms until its job lost the turn.
+// PowerSGD hook took the 5 ms until its job lost the turn. Futures of the same queue still wait for each other's
+// callbacks.
 class CallbackPool {
  public:
   static CallbackPool& instance() { return per_process<CallbackPool>(); }
@@ -61,10 +62,11 @@ class CallbackPool {
   // Runs `job` soon on a thread of the pool, or at once on this thread if the pool has none and can start none.
   // Exceptions are logged. After `stop` the job is leaked instead of run.
   void post(std::function<void()> job, size_t queue = 0);
-  // The queue in which a future must complete that the calling thread requests.
+  // The queue for the end of a future that the calling thread requests now.
   static size_t queue_of_futures();
 
-  // Call this before a wait for an operation. If this thread belongs to the pool, another one takes the next job.
+  // Call this before a wait for an operation. If this thread belongs to the pool, another one takes the next job of its
+  // queue.
   static void about_to_block();
 
   // Waits up to `patience` until no job is queued or running.
@@ -87,7 +89,7 @@ class CallbackPool {
 
   void add_thread();
   void serve();
-  // A queue whose first job may run now. A job that has had the turn of its queue for too long loses it.
+  // A queue whose first job may run now, or null. A job that has had the turn of its queue for too long loses it.
   Queue* next_queue();
   // Runs the first job of a queue without the lock.
   void run(std::unique_lock<std::mutex>& lock, Queue& queue);
@@ -109,10 +111,12 @@ class CallbackPool {
   std::condition_variable left_;
   std::array<Queue, 2> queues_;
   uint64_t last_turn_ = 0;
-  // An idle thread waits for the end of a turn, until this time. The latest possible time if none does.
+  // An idle thread waits for the end of a turn, until this time. The latest possible time if none is known to do so.
   Clock::time_point watched_until_ = Clock::time_point::max();
   size_t idle_ = 0;
   size_t threads_ = 0;
+  // Number of threads that were started and have not looked at the queues yet.
+  size_t starting_ = 0;
   // Number of jobs that have begun and not ended.
   size_t running_ = 0;
   bool stopped_ = false;

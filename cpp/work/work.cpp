@@ -268,7 +268,9 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
     if (!complete_here) future->setError(to_exception(coded(ErrorKind::kInvalid, kInherited)));
   } else {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (const size_t queue = CallbackPool::queue_of_futures(); queue != 0 || !slot) queue_ = queue;
+    // A callback that has requested one of the two futures may be waiting, so a later request does not undo its choice.
+    if (const size_t queue = CallbackPool::queue_of_futures(); queue != 0 || (!future_ && !code_future_))
+      queue_ = queue;
     if (slot) return slot;
     slot = future;
     complete_here = completed_ || (value_at_issue_ && !with_code);
@@ -329,7 +331,8 @@ void Pending::ended(rust::Str error) const {
 }
 
 c10::intrusive_ptr<c10d::Work> in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job) {
-  CallbackPool::instance().post([work, job = std::move(job)] { work->end(failure_of(job)); });
+  CallbackPool::instance().post([work, job = std::move(job)] { work->end(failure_of(job)); },
+                                CallbackPool::queue_of_futures());
   if (async) return work;
   work->wait(kNoTimeout);
   return nullptr;

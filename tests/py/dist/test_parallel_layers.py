@@ -286,6 +286,80 @@ def test_lists_of_every_form_arrive_whichever_backend_carries_them(serves: str) 
     run_ranks(from_where_they_are, 2, serves)
 
 
+def shared_memory_is_refused(ctx: Context) -> None:
+    """Strided elements of `out` that share bytes are refused, and those that lie between each other are not."""
+    import torch_sagellm
+
+    m, cube = torch.zeros(40, 6), torch.zeros(5, 6, 7)
+    shares = [
+        [m[:-1, 0], m[1:, 0]],
+        [m[1:, 0], m[:-1, 0]],
+        [m[:, 0:2], m[:, 1:3]],
+        [m[:30, 2:4], m[10:, 3:5]],
+        [cube[:, 1:3, 2], cube[:, 2:4, 2]],
+        [cube[:3, :, 4], cube[2:, :, 4]],
+        [m[:, 0], cube[0, 0], m[::2, 0]],
+    ]
+    apart = [[m[:, 0:2], m[:, 2:4]], [m[::2, 1:3], m[1::2, 1:3]], [cube[:, :3, 2], cube[:, 3:, 2], cube[:, :3, 3]]]
+    for out in apart:
+        if ctx.rank == 0:
+            torch_sagellm.send_tensors([torch.ones_like(each) for each in out], 1)
+            continue
+        for wrong in shares:
+            text = expect_raises(ValueError, lambda wrong=wrong: torch_sagellm.recv_tensors(0, out=wrong))
+            assert "of out share memory" in text
+        assert all((each == 1).all() for each in torch_sagellm.recv_tensors(0, out=out))
+
+
+def test_results_that_share_memory_are_refused_before_anything_is_received() -> None:
+    run_ranks(shared_memory_is_refused, 2)
+
+
+def several_callers(ctx: Context) -> None:
+    """Transfers of one rank and tag do not mix, whichever threads and signal handlers begin them."""
+    import torch_sagellm
+
+    count, size = 40, 3000
+    lists = [[torch.full((size,), float(number))] * 3 for number in range(2 * count)]
+    if ctx.rank == 1:
+        found = [torch_sagellm.recv_tensors(0, tag=2) for _ in range(2 * count + 1)]
+        values = []
+        for tensors in found:
+            assert len({tensor[0].item() for tensor in tensors}) == 1 and all(len(each) == size for each in tensors)
+            values.append(tensors[0][0].item())
+        assert sorted(values) == [-1.0, *map(float, range(2 * count))]
+        return
+
+    def send(part: list[list[torch.Tensor]]) -> None:
+        for at, each in enumerate(part):
+            if at % 3:
+                torch_sagellm.isend_tensors(each, 1, tag=2, window=4096 if at % 2 else 1 << 26).wait()
+            else:
+                torch_sagellm.send_tensors(each, 1, dist.group.WORLD if at % 2 else None, tag=2)
+
+    other = threading.Thread(target=send, args=(lists[:count],))
+    other.start()
+    send(lists[count:])
+    other.join()
+    from torch_sagellm.parallel import moving
+
+    messages, refused = moving.messages, []
+
+    def in_the_middle(*given: Any) -> Any:
+        moving.messages = messages  # the header has been sent: as a signal handler here
+        one = [torch.full((size,), -1.0)] * 3
+        refused.append(expect_raises(RuntimeError, lambda: torch_sagellm.send_tensors(one, 1, tag=2)))
+        return messages(*given)
+
+    moving.messages = in_the_middle
+    torch_sagellm.send_tensors([torch.full((size,), -1.0)] * 3, 1, tag=2)
+    assert "in the middle of a transfer with the same rank and tag" in refused[0]
+
+
+def test_transfers_of_several_threads_and_of_signal_handlers_do_not_mix() -> None:
+    run_ranks(several_callers, 2)
+
+
 def begun_at_once(ctx: Context) -> None:
     """Lists that fit the window need no thread: their order, with lists on threads between them, and their end."""
     import torch_sagellm

@@ -164,7 +164,8 @@ def test_rule_09_many_blocking_callbacks_at_once(count: int) -> None:
 
 
 def callbacks_of_callbacks(ctx: Context) -> None:
-    """Callbacks that wait for futures that they have requested: two at a time, and one in the callback of another."""
+    """Callbacks that wait for futures that they have requested: two at a time, and one in the callback of another. This
+    tests that none waits for ever; what a wait costs is a row of benchmarks/features.py (powersgd)."""
     n = ctx.world_size
 
     def reduced(value: float) -> Any:

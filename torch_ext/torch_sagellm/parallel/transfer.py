@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torch_sagellm._private import load
 from torch_sagellm.api.arguments import checked_dense, checked_result, checked_written
-from torch_sagellm.parallel import moving, packing
+from torch_sagellm.parallel import moving, packing, turns
 from torch_sagellm.parallel.packing import Listed, Run
 
 #: The first message has HEADER_BYTES: MAGIC (its digit is the version), the length of the description in LENGTH_BYTES,
@@ -49,8 +49,9 @@ def send_tensors(
     """
     if isinstance(tensors, torch.Tensor):
         raise TypeError("sagellm send_tensors: got a tensor, expected a list of tensors")
-    _wait_for_earlier(("send", group, dst, tag))
-    _send(_checked_list(tensors), dst, group, tag, window)
+    listed = _checked_list(tensors)
+    with turns.one_after_the_other(_key("send", group, dst, tag), "send_tensors"):
+        _send(listed, dst, group, tag, window)
 
 
 def _checked_list(tensors: Sequence[torch.Tensor]) -> Listed:
@@ -117,9 +118,9 @@ def recv_tensors(
         elif dist.get_rank() == 1:
             torch_sagellm.recv_tensors(src=0, out=[torch.empty(2, 3)])
     """
-    _wait_for_earlier(("recv", group, src, tag))
     given = None if out is None else _checked_out(out)
-    return _recv(src, group, tag, torch.device(device), window, out, given)
+    with turns.one_after_the_other(_key("recv", group, src, tag), "recv_tensors"):
+        return _recv(src, group, tag, torch.device(device), window, out, given)
 
 
 def _recv(
@@ -202,8 +203,8 @@ def _unwrapped(what: str, number: int, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
     if _wraps(tensor):
         raise ValueError(
-            f"sagellm {what} {number} is a {type(tensor).__name__}, which wraps other tensors; pass those (of a "
-            "DTensor, its to_local())"
+            f"sagellm {what} {number} is a {type(tensor).__name__}, which has its own __torch_dispatch__; pass the "
+            "plain tensors that it stands for (of a DTensor, its to_local())"
         )
     return tensor
 
@@ -224,7 +225,8 @@ def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
         checked_result(what, tensor)
         if _wraps(tensor):
             raise ValueError(
-                f"sagellm {what} is a {type(tensor).__name__}, which wraps others, expected a plain tensor"
+                f"sagellm {what} is a {type(tensor).__name__}, which has its own __torch_dispatch__; expected a plain "
+                "tensor"
             )
         checked_written(what, tensor)
     devices = {tensor.device for tensor in given}
@@ -297,30 +299,28 @@ class PendingTransfer:
 
 
 class _OnThread:
-    """A transfer on a separate thread, after the earlier one of the same ``key``."""
+    """A transfer on a separate thread, after the earlier ones of the same ``key``."""
 
-    def __init__(self, work: Callable[[], list[torch.Tensor]], key: tuple[Any, ...]) -> None:
-        self._work, self._key = work, key
-        self.ended = threading.Event()
+    def __init__(self, work: Callable[[], list[torch.Tensor]], key: turns.Key) -> None:
+        self._work = work
         self._found: list[torch.Tensor] = []
         self._error: BaseException | None = None
-        with _lock:
-            self._earlier, _latest[key] = _latest.get(key), self
-        threading.Thread(target=self._run, name="sagellm-transfer", daemon=True).start()
+        self._turn = turns.take(key)
+        self.ended = self._turn.ended
+        try:
+            threading.Thread(target=self._run, name="sagellm-transfer", daemon=True).start()
+        except BaseException:  # no thread could be started
+            self._turn.end()
+            raise
 
     def _run(self) -> None:
         try:
-            if self._earlier is not None:
-                self._earlier.ended.wait()
+            self._turn.wait()
             self._found = self._work()
         except BaseException as error:  # raised by wait()
             self._error = error
         finally:
-            self._earlier = None
-            with _lock:
-                if _latest.get(self._key) is self:
-                    del _latest[self._key]
-            self.ended.set()
+            self._turn.end()
 
     def wait(self) -> list[torch.Tensor]:
         self.ended.wait()  # each message has the group's deadline
@@ -329,18 +329,8 @@ class _OnThread:
         return self._found
 
 
-#: Re-entrant, because a signal handler may begin a transfer while its thread does.
-_lock = threading.RLock()
-#: The last transfer on a thread between two ranks with one tag. Messages of two lists must not mix, so each transfer
-#: waits for the one before it.
-_latest: dict[tuple[Any, ...], _OnThread] = {}
-
-
-def _wait_for_earlier(key: tuple[Any, ...]) -> None:
-    with _lock:
-        earlier = _latest.get(key)
-    if earlier is not None:
-        earlier.ended.wait()
+def _key(direction: str, group: Any, peer: int, tag: int) -> turns.Key:
+    return direction, dist.group.WORLD if group is None else group, peer, tag
 
 
 def isend_tensors(
@@ -367,12 +357,15 @@ def isend_tensors(
         raise ValueError(f"sagellm isend_tensors: the tensors are on {listed.device}, expected cpu")
     if window < 1:
         raise ValueError(f"sagellm isend_tensors: window is {window} bytes, expected 1 or more")
-    key = ("send", group, dst, tag)
+    key = _key("send", group, dst, tag)
     ours = moving.lists_of(group)
-    if ours is not None and sum(run.nbytes * run.number for run in listed.runs) <= window:
-        with _lock:  # until all messages have begun; that waits for no other rank
-            if key not in _latest:
-                return _begun(ours, listed, dst, group, tag, window)
+    fits = sum(run.nbytes * run.number for run in listed.runs) <= window
+    turn = turns.take_if_free(key) if fits and ours is not None else None
+    if turn is not None:
+        try:
+            return _begun(ours, listed, dst, group, tag, window)
+        finally:
+            turn.end()
 
     def work() -> list[torch.Tensor]:
         _send(listed, dst, group, tag, window)
@@ -418,5 +411,5 @@ def irecv_tensors(
     if given and given.device.type != "cpu":
         raise ValueError(f"sagellm irecv_tensors: the tensors of out are on {given.device}, expected cpu")
     where = torch.device("cpu")
-    thread = _OnThread(lambda: _recv(src, group, tag, where, window, out, given), ("recv", group, src, tag))
+    thread = _OnThread(lambda: _recv(src, group, tag, where, window, out, given), _key("recv", group, src, tag))
     return PendingTransfer(thread.wait, thread.ended.is_set)
