@@ -57,10 +57,10 @@ struct Label {
   c10d::OpType type;
 };
 
-// The indices of the first two tensors of a list that have a byte in common and are not `allowed` to. If the ranges of
-// two strided tensors overlap, it is computed whether their bytes do, if both have the same layout, as columns of a
-// matrix have. Otherwise their runs are compared byte by byte. This is slow, and rare.
-// Sparse tensors count as sharing no memory.
+// The indices of the first two tensors of a list that have a byte in common and are not `allowed` to. If the address
+// ranges of two strided tensors overlap, their bytes may still be apart, as those of two columns of a matrix are. For
+// tensors of one layout the strides tell. Other tensors are compared byte by byte, which is slow and rare. Sparse
+// tensors count as sharing no memory.
 using Places = std::pair<size_t, size_t>;
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed = {});
 

@@ -32,8 +32,8 @@ void bind_arrays(py::module_& module);
 // takes longer than their transfer.
 void bind_packing(py::module_& module);
 
-// The tensors of a list from index `begin` to before `end`, for this call of the program. Throws if one of them is
-// missing or has no memory of its own.
+// The tensors of a list from index `begin` to before `end`. `call` is the program's call, for error texts. Throws if an
+// element is not a tensor, or if its class has its own `__torch_dispatch__`.
 std::vector<at::Tensor> tensors_of(const char* call, const py::list& list, size_t begin, size_t end);
 
 // Tensors in memory that peers can reach.

@@ -351,6 +351,7 @@ def messages_differ(ctx: Context, names: list[str], size: int) -> dict[str, tupl
     found = {}
     for number, (name, call) in enumerate(MESSAGES.items()):
         group: Any = dist.new_group(timeout=LIMIT)
+        dist.barrier()  # as in `refusal`
         texts = []
         passed = Passed(size + (ctx.rank == number % 2))
         for each in (lambda call=call, g=group, p=passed: call.run(g, p), lambda g=group: dist.barrier(group=g)):

@@ -287,7 +287,7 @@ def test_lists_of_every_form_arrive_whichever_backend_carries_them(serves: str) 
 
 
 def shared_memory_is_refused(ctx: Context) -> None:
-    """Strided elements of `out` that share bytes are refused, and those that lie between each other are not."""
+    """`out` is refused if strided elements share a byte, and accepted if they interleave without sharing one."""
     import torch_sagellm
 
     m, cube = torch.zeros(40, 6), torch.zeros(5, 6, 7)

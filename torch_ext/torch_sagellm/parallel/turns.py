@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: What transfers have in common if they must not mix: the direction, the group, the other rank and the tag.
+#: Direction, group, other rank and tag. Transfers with the same key must not mix.
 Key = tuple[Any, ...]
 #: Re-entrant, because a signal handler may begin a transfer while its thread does.
 _lock = threading.RLock()
@@ -21,7 +21,7 @@ class Turn:
 
     def __init__(self, key: Key, thread: int) -> None:
         self.key = key
-        #: The identifier of the thread in whose call the transfer runs, or 0 if it has a thread of its own.
+        #: The identifier of the thread whose call moves the data, or 0 if a separate thread moves it.
         self.thread = thread
         self.ended = threading.Event()
         #: The transfer before this one. Set while this one may have to wait for it.
@@ -85,7 +85,7 @@ def one_after_the_other(key: Key, call: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """In a forked child, whose transfers are others: the threads of the parent's do not exist there."""
+    """Called in a forked child, where the threads of the parent's transfers do not exist."""
     global _lock
     _lock = threading.RLock()
     _latest.clear()
