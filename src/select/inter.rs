@@ -81,8 +81,11 @@ const LARGE: u64 = 1 << 20;
 pub const SMALL: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
 /// Segment size in bytes if the link was not measured. `LEAST_SEGMENT`: the smallest segment size if it was.
+/// `LEAST_ALONE`: the same if no ranks share a host. Then there is no work inside a host that could overlap with the
+/// exchange, and smaller segments only cost more messages (docs/internals/benchmarks.md).
 const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
+const LEAST_ALONE: f64 = 2048.0 * 1024.0;
 /// Nanoseconds per byte for the work inside a host that overlaps with the exchange (docs/internals/benchmarks.md).
 const INSIDE_NS: f64 = 0.05;
 /// If there are at most this many hosts, the costs of all schedules are computed in advance.
@@ -122,7 +125,7 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     let mut choice = HostsChoice {
         algorithm: Algorithm::Direct,
         leaders: leaders(desc, hosts),
-        segment_bytes: segment(bytes, hosts.link),
+        segment_bytes: segment(bytes, hosts),
         segments: 1,
         reason: Reason::Strict,
         predicted_ns: 0,
@@ -307,14 +310,15 @@ fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
 }
 
 /// The segment size at which the cost of one more message equals the time saved by a shorter first and last segment. A
-/// power of two, at least `LEAST_SEGMENT`.
-fn segment(bytes: u64, link: LinkFacts) -> usize {
-    if !link.known() {
+/// power of two, at least `LEAST_SEGMENT` or `LEAST_ALONE`.
+fn segment(bytes: u64, hosts: &Hosts) -> usize {
+    if !hosts.link.known() {
         return SEGMENT;
     }
+    let least = if hosts.ranks == hosts.hosts { LEAST_ALONE } else { LEAST_SEGMENT };
     let most = (1u64 << 30) as f64;
-    let balanced = (bytes as f64 * overhead_ns(link) / INSIDE_NS).sqrt();
-    (balanced.clamp(LEAST_SEGMENT, most) as usize).next_power_of_two().min(1 << 30)
+    let balanced = (bytes as f64 * overhead_ns(hosts.link) / INSIDE_NS).sqrt();
+    (balanced.clamp(least, most) as usize).next_power_of_two().min(1 << 30)
 }
 
 #[cfg(test)]

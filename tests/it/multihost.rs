@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{Buffers, Random, Spec, on_ranks};
+use sagellm::algorithms::Algorithm;
 use sagellm::config::{Settings, Verify};
 use sagellm::engine::local;
 use sagellm::group::{Group, Op};
@@ -157,6 +158,51 @@ fn columns_give_the_bits_of_one_leader() {
             for (me, (columns, one)) in columns.iter().zip(&one).enumerate() {
                 for (spec, (columns, one)) in specs.iter().zip(columns.iter().zip(one)) {
                     assert!(columns == one, "rank {me} of {place:?}, {algorithm}: {spec:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Sizes of messages that fit into a frame, that are one segment, and that are several segments.
+const SUMS: [usize; 6] = [1, 1000, 4085, 70_000, 300_001, 1_100_003];
+
+#[test]
+fn rule_18_direct_exchange_adds_in_rank_order_so_one_rank_a_host_has_the_bits_of_one_host() {
+    for place in [&[0, 1][..], &[0, 1, 2], &[0, 1, 2, 3]] {
+        let ranks = place.len();
+        let mut specs = Vec::new();
+        for kind in [Kind::AllReduce, Kind::ReduceScatter, Kind::Reduce] {
+            for dtype in [Dtype::F32, Dtype::Bf16] {
+                for count in SUMS {
+                    specs.push(spec(kind, dtype, ReduceOp::Sum, count, specs.len() as u64, ranks));
+                }
+            }
+        }
+        for algorithm in ["direct", "direct_two_step"] {
+            for (me, found) in results(place, &format!("*:0-={algorithm}"), &specs).iter().enumerate() {
+                for (spec, found) in specs.iter().zip(found) {
+                    let result = spec.kind != Kind::Reduce || me == spec.root; // other ranks have no result
+                    assert!(!result || *found == spec.expected(me, ranks), "rank {me}, {algorithm}: {spec:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rule_18_a_sum_has_the_same_bits_on_all_ranks_by_every_algorithm() {
+    for place in PLACES {
+        let ranks = place.len();
+        let specs: Vec<Spec> = SUMS
+            .iter()
+            .map(|count| spec(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, *count, *count as u64, ranks))
+            .collect();
+        for algorithm in Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(Kind::AllReduce)) {
+            let found = results(place, &format!("*:0-={}", algorithm.name()), &specs);
+            for (me, own) in found.iter().enumerate() {
+                for (spec, (own, first)) in specs.iter().zip(own.iter().zip(&found[0])) {
+                    assert!(own == first, "ranks 0 and {me} of {place:?}, {}: {spec:?}", algorithm.name());
                 }
             }
         }

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use super::frames::FrameHeader;
 use super::host_map::HostMap;
-use super::step::{Arrived, Incoming, Outgoing};
+use super::step::{Arrived, Incoming, Outgoing, Take};
 use super::transport::{AFTER_DEADLINE, Transport};
-use super::vector::{Vector, copy_in, cut, span, whole, written};
-use crate::algorithms::{Algorithm, How, Schedule};
+use super::vector::{Vector, cut, span, whole, written};
+use crate::algorithms::{Algorithm, How, Recv, Schedule};
 use crate::engine::Told;
 use crate::error::{Error, Result};
 use crate::fusion::planner::Batch;
@@ -67,6 +67,8 @@ pub struct BatchRun<'a> {
     pub factors: Vec<f64>,
     pub deadline: u64,
     pub chosen: ChosenAlgorithm,
+    /// Whether this lane has compared the headers of all ranks (`compare_all`) in an earlier segment of this operation.
+    pub compared: bool,
     /// Buffer that is reused from batch to batch.
     pub scratch: &'a mut Vec<u8>,
 }
@@ -188,29 +190,24 @@ impl BatchRun<'_> {
                 }
             });
             let (sends, receives) = (sends.collect::<Vec<_>>(), receives.collect());
-            // Data that must be combined in rank order is kept until data of all ranks has arrived.
-            let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
-            let mut kept: Vec<(usize, Vec<u8>)> = step.recvs.iter().map(|recv| (recv.peer, Vec::new())).collect();
-            let take = |index: usize, Arrived { at, data, .. }: Arrived| {
-                if ordered {
-                    kept[index].1.extend_from_slice(data);
-                } else if let Some((vector, start)) = numbers {
+            let mut each = |index: usize, Arrived { at, data, .. }: Arrived| {
+                if let Some((vector, start)) = numbers {
                     let before = step.recvs[index].how == How::ReduceAfter;
                     combine_at(spans, &into[index], at, data, before, (vector, start));
                 }
-                Ok(())
             };
+            let order = rank_order(&step.recvs, position);
+            let mut together = |at: usize, data: &[&[u8]]| {
+                let (vector, start) = numbers.expect("only numbers are combined");
+                combine_in_order(spans, &into[0], at, data, &order, (vector, start));
+            };
+            let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
+            let take = if ordered { Take::Together(&mut together) } else { Take::Each(&mut each) };
             // SAFETY: the memory belongs to the batch, which outlives the call, and no other thread uses it. In this
             // step nothing is received or combined into the memory of sends that stay.
             let issued =
                 unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, segment, take) }?;
             self.header.issued = self.header.issued.min(issued);
-            if ordered {
-                let (vector, start) = numbers.expect("only numbers are combined");
-                kept.push((position, joined(spans, &into[0])));
-                kept.sort_by_key(|(peer, _)| *peer);
-                combine_in_order(spans, &into[0], &kept, vector, start);
-            }
         }
         Ok(())
     }
@@ -240,16 +237,6 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-fn joined(spans: &[Span], ranges: &[Range<usize>]) -> Vec<u8> {
-    let mut all = vec![0; ranges.iter().map(ExactSizeIterator::len).sum()];
-    let mut at = 0;
-    for range in ranges {
-        copy_in(spans, range.start, &mut all[at..at + range.len()]);
-        at += range.len();
-    }
-    all
-}
-
 /// The memory of a range of elements, which lies in one span.
 #[allow(unsafe_code)] // memory of a batch
 fn numbers_of<'a>(spans: &[Span], range: &Range<usize>) -> &'a mut [u8] {
@@ -268,28 +255,49 @@ fn combine_at(
     own_first: bool,
     (vector, start): (&Vector, usize),
 ) {
-    let mut begin = 0;
-    for range in ranges {
-        let (from, to) = (at.max(begin), (at + data.len()).min(begin + range.len()));
-        if from < to {
-            let here = range.start + (from - begin)..range.start + (to - begin);
-            vector.combine(start + here.start, numbers_of(spans, &here), &data[from - at..to - at], own_first);
-        }
-        begin += range.len();
+    for (here, part) in covered(ranges, at..at + data.len()) {
+        vector.combine(start + here.start, numbers_of(spans, &here), &data[part], own_first);
     }
 }
 
+/// For the receives of a step that combines in rank order: the operands from the lowest rank to the highest. Each is
+/// the index of a receive, or None for this rank, which is at `position` in the schedule.
+fn rank_order(recvs: &[Recv], position: usize) -> Vec<Option<usize>> {
+    let mut order: Vec<Option<usize>> = std::iter::once(None).chain((0..recvs.len()).map(Some)).collect();
+    order.sort_by_key(|index| index.map_or(position, |index| recvs[index].peer));
+    order
+}
+
+/// Combines the elements of all ranks in rank order. `data` has each receive's bytes, which start at offset `at` of its
+/// message for these ranges.
 fn combine_in_order(
     spans: &[Span],
     ranges: &[Range<usize>],
-    sources: &[(usize, Vec<u8>)],
-    vector: &Vector,
-    start: usize,
+    at: usize,
+    data: &[&[u8]],
+    order: &[Option<usize>],
+    (vector, start): (&Vector, usize),
 ) {
-    let mut at = 0;
-    for range in ranges {
-        let parts: Vec<&[u8]> = sources.iter().map(|(_, data)| &data[at..at + range.len()]).collect();
-        vector.combine_parts(start + range.start, numbers_of(spans, range), &parts);
-        at += range.len();
+    let bytes = data.first().map_or(0, |first| first.len());
+    for (here, part) in covered(ranges, at..at + bytes) {
+        let parts: Vec<Option<&[u8]>> =
+            order.iter().map(|index| index.map(|index| &data[index][part.clone()])).collect();
+        vector.combine_parts(start + here.start, numbers_of(spans, &here), &parts);
     }
+}
+
+/// The bytes `message` of a message for these ranges: the part of each range that they cover, with its place in these
+/// bytes.
+fn covered(ranges: &[Range<usize>], message: Range<usize>) -> Vec<(Range<usize>, Range<usize>)> {
+    let mut found = Vec::with_capacity(ranges.len());
+    let mut begin = 0;
+    for range in ranges {
+        let (from, to) = (message.start.max(begin), message.end.min(begin + range.len()));
+        if from < to {
+            let here = range.start + (from - begin)..range.start + (to - begin);
+            found.push((here, from - message.start..to - message.start));
+        }
+        begin += range.len();
+    }
+    found
 }

@@ -23,11 +23,15 @@
 use std::ops::Range;
 
 use super::batch::{BatchRun, HostCall};
-use super::step::{Arrived, Incoming, Outgoing};
+use super::step::{Arrived, Incoming, Outgoing, Take};
 use super::vector::{Vector, copy_across, copy_in, copy_out, cut, partial, span, whole, written};
 use crate::algorithms::{Algorithm, Schedule, part_range};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
+
+/// From this size on, `compare_all` may pay. Copying this many bytes twice takes some 300 us; on a fast link the messages
+/// of the comparison take a third of that.
+pub const COMPARED: usize = 1 << 20;
 
 /// The schedule of the chosen algorithm, or the direct one if the chosen algorithm does not support the kind.
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
@@ -74,15 +78,17 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Compares the headers of all ranks before any data is moved, if this pays. Returns whether they were compared. It
-    /// pays if the group consists of more than two hosts with one rank each, and if working in place (`room`) saves
-    /// more time than the comparison takes: log2(hosts) messages without data. A rank that finds a different header
-    /// fails and sends nothing more, so no rank returns unless all headers are equal.
+    /// Compares the headers of all ranks before any data is moved, if this pays and the lane has not done so in an
+    /// earlier segment of the operation. Returns whether they were compared. It pays if the group consists of more than
+    /// two hosts with one rank each, and if working in place (`room`) saves more time than the comparison takes:
+    /// log2(hosts) messages without data. A rank that finds a different header fails and sends nothing more, so no rank
+    /// returns unless all headers are equal.
     fn compare_all(&mut self, bytes: usize) -> Result<bool> {
-        /// Copying this many bytes twice takes some 300 us; on a fast link the messages take a third of that.
-        const LARGE: usize = 1 << 20;
+        if self.compared {
+            return Ok(true);
+        }
         let hosts = self.host_map.hosts.len();
-        let compares = bytes >= LARGE && hosts > 2 && self.host_map.ranks() == hosts;
+        let compares = bytes >= COMPARED && hosts > 2 && self.host_map.ranks() == hosts;
         if compares {
             let members = self.host_map.leaders(0);
             let steps = schedule(Algorithm::Dissemination, Kind::Barrier, members.len(), 0)?;
@@ -476,15 +482,15 @@ impl BatchRun<'_> {
         });
         let (sends, receives) = (sends.collect::<Vec<_>>(), receives.collect());
         let mut factors = std::mem::take(&mut self.factors);
-        let take = |at: usize, Arrived { header, at: from, data }: Arrived| {
+        let mut take = |at: usize, Arrived { header, at: from, data }: Arrived| {
             copy_out(&outputs[others[at]], from, data);
             factors[others[at]] = f64::from_bits(header.factor);
-            Ok(())
         };
         // SAFETY: this is memory of the batch's operations, which outlive the call. If a send's memory stays, it
         // overlaps no receive.
-        let issued =
-            unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, usize::MAX, take) }?;
+        let issued = unsafe {
+            self.transport.exchange(self.header, self.deadline, &sends, receives, usize::MAX, Take::Each(&mut take))
+        }?;
         self.factors = factors;
         self.header.issued = self.header.issued.min(issued);
         let local_ranks = self.host_map.local_ranks().to_vec();

@@ -8,6 +8,7 @@ use once_cell::sync::OnceCell;
 use std::time::{Duration, Instant};
 
 use super::batch::{BatchRun, ChosenAlgorithm, HostGroup, Task};
+use super::collectives::COMPARED;
 use super::dispatch::dispatch;
 use super::frames::{FrameHeader, tell_fault};
 use super::host_map::HostMap;
@@ -317,6 +318,8 @@ impl Lanes {
             factors,
             deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
             chosen,
+            // The lanes take turns, and all segments except the last have the same size.
+            compared: task.batch.segment >= LANES && task.choice.segment_bytes >= COMPARED,
             scratch,
         };
         run.compare_inside()?;

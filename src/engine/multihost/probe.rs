@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use super::batch::HostGroup;
 use super::frames::FrameHeader;
 use super::host_map::HostMap;
-use super::step::{Arrived, Incoming, Outgoing};
+use super::step::{Arrived, Incoming, Outgoing, Take};
 use super::transport::Transport;
 use super::vector::{span, written};
 use crate::error::{Error, ErrorKind, Result, laid_out};
@@ -125,12 +125,10 @@ impl Probe<'_> {
         let sends: Vec<Outgoing> =
             to.iter().map(|peer| Outgoing { peer: *peer, pieces: vec![span(data)], stays: true }).collect();
         let receives = from.iter().map(|peer| Incoming { peer: *peer, bytes: data.len(), into: None }).collect();
-        let take = |_, arrived: Arrived| {
-            take(arrived.data);
-            Ok(())
-        };
+        let mut take = |_, arrived: Arrived| take(arrived.data);
         // SAFETY: `data` outlives the call, and nothing writes it.
-        let exchanged = unsafe { self.transport.exchange(header, deadline, &sends, receives, usize::MAX, take) };
+        let exchanged =
+            unsafe { self.transport.exchange(header, deadline, &sends, receives, usize::MAX, Take::Each(&mut take)) };
         match exchanged {
             Ok(_) => Ok(()),
             Err(error) if error.kind() == ErrorKind::Mismatch => {

@@ -18,7 +18,7 @@ pub struct Outgoing {
 pub struct Incoming {
     pub peer: usize,
     pub bytes: usize,
-    /// The memory for the data. If None, the data is passed to the exchange's `take`.
+    /// The memory for the data. If None, the data is passed to the exchange's [`Take`].
     pub into: Option<Vec<Span>>,
 }
 
@@ -29,6 +29,15 @@ pub struct Arrived<'a> {
     /// Offset of the data in the message.
     pub at: usize,
     pub data: &'a [u8],
+}
+
+/// What uses the data that an exchange does not receive into its memory.
+pub enum Take<'a> {
+    /// Is called for one receive after the other, with the receive's index.
+    Each(&'a mut dyn FnMut(usize, Arrived)),
+    /// Is called for one segment after the other, with its offset in the messages and the data of all receives, in the
+    /// order of the receives. They all must have the same size and no memory.
+    Together(&'a mut dyn FnMut(usize, &[&[u8]])),
 }
 
 /// The segments of a message of `bytes` bytes, equal on both sides. The last one includes the remainder, so that none

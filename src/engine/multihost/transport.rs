@@ -11,7 +11,7 @@
 
 #![allow(unsafe_code)] // sends from and receives into memory of operations
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ use super::frames::{DIFFERED_BEFORE, FRAME, FrameHeader, HEADER, INLINE, Step, W
 use super::link::{Broken, Link, Transfer};
 use super::names::Names;
 use super::peer::Peer;
-use super::step::{Arrived, Incoming, Outgoing, segments};
+use super::step::{Arrived, Incoming, Outgoing, Take, segments};
 use super::vector::{copy_in, copy_out, cut};
 use crate::error::{Error, GO_ON, Result, laid_out};
 use crate::os::clock;
@@ -31,11 +31,12 @@ use crate::types::Span;
 /// Data of at least this size is sent from its own memory. Shorter data is copied first, so that the sender does not
 /// have to wait for the receiver.
 const IN_PLACE: usize = 192 << 10;
+
 /// The receives of one peer's data. Fields drop in the order in which they are declared: the transfers must be given up
 /// before their memory is freed.
 struct Body {
-    /// The segments of the message. Empty if the data is in the frame.
-    parts: Vec<(Range<usize>, Box<dyn Transfer>)>,
+    /// The segments of the message that are not yet used. Empty from the start if the data is in the frame.
+    parts: VecDeque<(Range<usize>, Box<dyn Transfer>)>,
     peer: usize,
     bytes: usize,
     into: Option<Vec<Span>>,
@@ -151,10 +152,10 @@ impl Transport {
         }
     }
 
-    /// One step: posts the receives, starts a send to each peer in `sends`, then completes each receive in order. If a
-    /// receive has no `into`, its data is passed to `take`, with the index of the receive, in pieces of about `segment`
-    /// bytes. `segment` must be equal on both sides. Returns the smallest `issued` of all headers. After this returns,
-    /// even with an error, the memory of the step is no longer used.
+    /// One step: posts the receives, starts a send to each peer in `sends`, then completes the receives. If a receive
+    /// has no `into`, its data is passed to `take` in pieces of about `segment` bytes. `segment` must be equal on both
+    /// sides. Returns the smallest `issued` of all headers. After this returns, even with an error, the memory of the
+    /// step is no longer used.
     ///
     /// # Safety
     /// All pieces must be valid during the call. Nothing else may write the pieces of `sends` that stay, or use those
@@ -166,7 +167,7 @@ impl Transport {
         sends: &[Outgoing],
         receives: Vec<Incoming>,
         segment: usize,
-        mut take: impl FnMut(usize, Arrived) -> Result<()>,
+        take: Take,
     ) -> Result<u64> {
         const ON_THEIR_WAY: usize = 4;
         self.at = header.step();
@@ -187,8 +188,13 @@ impl Transport {
             sent.map_err(|error| self.last_word(peer, &header, error))?;
         }
         let mut issued = header.issued;
-        for (at, body) in bodies.into_iter().enumerate() {
-            issued = issued.min(self.take_data(&header, deadline, body, |arrived| take(at, arrived))?);
+        match take {
+            Take::Each(take) => {
+                for (at, body) in bodies.into_iter().enumerate() {
+                    issued = issued.min(self.take_data(&header, deadline, body, |arrived| take(at, arrived))?);
+                }
+            }
+            Take::Together(take) => issued = issued.min(self.take_together(&header, deadline, bodies, take)?),
         }
         for (peer, transfer) in held {
             self.finish_held(peer, transfer, &header, deadline)?;
@@ -234,7 +240,7 @@ impl Transport {
     /// The memory of `incoming` must be valid, and unused by others, until the result was dropped.
     unsafe fn expect_data(&mut self, incoming: Incoming, header: &FrameHeader, segment: usize) -> Result<Body> {
         let Incoming { peer, bytes, into } = incoming;
-        let mut body = Body { parts: Vec::new(), peer, bytes, into, buffer: Vec::new() };
+        let mut body = Body { parts: VecDeque::new(), peer, bytes, into, buffer: Vec::new() };
         if bytes <= INLINE {
             return Ok(body);
         }
@@ -258,7 +264,7 @@ impl Transport {
             // before they end.
             let transfer = unsafe { self.link.receive_into(peer, tag, pieces) };
             let transfer = transfer.map_err(|error| self.refused(peer, error))?;
-            body.parts.push((range, transfer));
+            body.parts.push_back((range, transfer));
         }
         Ok(body)
     }
@@ -305,34 +311,77 @@ impl Transport {
         &mut self,
         own: &FrameHeader,
         deadline: u64,
-        body: Body,
-        mut take: impl FnMut(Arrived) -> Result<()>,
+        mut body: Body,
+        mut take: impl FnMut(Arrived),
     ) -> Result<u64> {
-        // The order of these variables matters, because the last one is dropped first: the transfers must be dropped
-        // before their memory.
-        let Body { buffer, into, bytes, peer, parts } = body;
-        let (header, frame) = self.next_frame(peer, own, bytes, deadline)?;
-        let inline = parts.is_empty();
-        for (range, transfer) in parts {
-            self.finish(peer, transfer, deadline)?;
-            if into.is_none() {
-                // SAFETY: `expect_data` checked the range. This part has arrived; a reference to the whole buffer would
-                // include parts that transfers still write.
-                let data = unsafe { std::slice::from_raw_parts(buffer.as_ptr().add(range.start), range.len()) };
-                take(Arrived { header, at: range.start, data })?;
+        let (header, frame) = self.next_frame(body.peer, own, body.bytes, deadline)?;
+        let (inline, direct) = (body.parts.is_empty(), body.into.is_some());
+        while let Some((at, data)) = self.next_part(&mut body, deadline)? {
+            if !direct {
+                take(Arrived { header, at, data });
             }
         }
-        let data = &frame[HEADER..HEADER + if inline { bytes } else { 0 }];
-        match &into {
+        let data = &frame[HEADER..HEADER + if inline { body.bytes } else { 0 }];
+        match &body.into {
             Some(pieces) => {
                 copy_out(pieces, 0, data);
-                take(Arrived { header, at: 0, data: &[] })?;
+                take(Arrived { header, at: 0, data: &[] });
             }
-            None if inline => take(Arrived { header, at: 0, data })?,
-            None => self.spare.give_back(buffer),
+            None if inline => take(Arrived { header, at: 0, data }),
+            None => self.spare.give_back(body.buffer),
         }
         self.spare.give_back(frame);
         Ok(header.issued)
+    }
+
+    /// Waits for the frames of all peers, and then for one segment of all of them after the other. Returns the smallest
+    /// `issued`.
+    fn take_together(
+        &mut self,
+        own: &FrameHeader,
+        deadline: u64,
+        mut bodies: Vec<Body>,
+        take: &mut dyn FnMut(usize, &[&[u8]]),
+    ) -> Result<u64> {
+        let mut issued = own.issued;
+        let mut frames = Vec::with_capacity(bodies.len());
+        for body in &bodies {
+            let (header, frame) = self.next_frame(body.peer, own, body.bytes, deadline)?;
+            issued = issued.min(header.issued);
+            frames.push(frame);
+        }
+        if bodies.iter().all(|body| body.parts.is_empty()) {
+            let data: Vec<&[u8]> =
+                frames.iter().zip(&bodies).map(|(frame, body)| &frame[HEADER..HEADER + body.bytes]).collect();
+            take(0, &data);
+        }
+        while bodies.iter().any(|body| !body.parts.is_empty()) {
+            let mut begin = 0;
+            let mut data: Vec<&[u8]> = Vec::with_capacity(bodies.len());
+            for body in &mut bodies {
+                let (at, part) = self.next_part(body, deadline)?.expect("all messages have the same segments");
+                begin = at;
+                data.push(part);
+            }
+            take(begin, &data);
+        }
+        bodies.into_iter().for_each(|body| self.spare.give_back(body.buffer));
+        frames.into_iter().for_each(|frame| self.spare.give_back(frame));
+        Ok(issued)
+    }
+
+    /// Waits for the next segment of a message. Returns its offset, and its data if it was received into the buffer.
+    /// None if the message has no further segment.
+    fn next_part<'b>(&mut self, body: &'b mut Body, deadline: u64) -> Result<Option<(usize, &'b [u8])>> {
+        let Some((range, transfer)) = body.parts.pop_front() else { return Ok(None) };
+        self.finish(body.peer, transfer, deadline)?;
+        if body.into.is_some() {
+            return Ok(Some((range.start, &[])));
+        }
+        // SAFETY: `expect_data` checked the range, and the buffer lives as long as the body. This part has arrived; a
+        // reference to the whole buffer would include parts that transfers still write.
+        let data = unsafe { std::slice::from_raw_parts(body.buffer.as_ptr().add(range.start), range.len()) };
+        Ok(Some((range.start, data)))
     }
 
     /// Waits for the next frame of `peer` and checks it against this rank's batch.

@@ -107,16 +107,19 @@ impl Vector {
         });
     }
 
-    /// Combines partial results in the order of `parts`. Low precision is rounded once.
-    pub fn combine_parts(&self, at: usize, to: &mut [u8], parts: &[&[u8]]) {
-        let bytes = to.len();
-        assert!(parts.iter().all(|part| part.len() == bytes), "parts of one length");
+    /// Combines partial results in the order of `parts`; None stands for the elements in `own`, which receives the
+    /// result. Low precision is rounded once.
+    pub fn combine_parts(&self, at: usize, own: &mut [u8], parts: &[Option<&[u8]>]) {
+        let bytes = own.len();
+        assert!(parts.iter().flatten().all(|part| part.len() == bytes), "parts of one length");
         self.each(at..at + bytes, |run, range| {
             let offset = range.start - at;
-            let from: Vec<*const u8> = parts.iter().map(|part| part[offset..].as_ptr()).collect();
-            let dst = to[offset..offset + range.len()].as_mut_ptr();
-            // SAFETY: every part has the bytes of `range` at its offset. The destination overlaps none of the parts.
-            unsafe { run.part.reduce(dst, &from, &[], range.len() / run.dtype.size()) };
+            let dst = own[offset..offset + range.len()].as_mut_ptr();
+            let sources: Vec<*const u8> =
+                parts.iter().map(|part| part.map_or(dst.cast_const(), |part| part[offset..].as_ptr())).collect();
+            // SAFETY: every part has the bytes of `range` at its offset. The destination is exactly one of the sources
+            // and overlaps none of the others, which are shared slices.
+            unsafe { run.part.reduce(dst, &sources, &[], range.len() / run.dtype.size()) };
         });
     }
 

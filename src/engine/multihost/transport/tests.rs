@@ -69,7 +69,8 @@ fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
     let receives = vec![Incoming { peer: 1, bytes: 64 << 20, into: None }];
     let deadline = clock::now() + 1_000_000_000;
     // SAFETY: no memory of the caller is used.
-    let outcome =
-        unsafe { transport.exchange(FrameHeader::default(), deadline, &[], receives, 1 << 20, |_, _| Ok(())) };
+    let outcome = unsafe {
+        transport.exchange(FrameHeader::default(), deadline, &[], receives, 1 << 20, Take::Each(&mut |_, _| {}))
+    };
     assert!(outcome.as_ref().is_err_and(|error| error.rank() == Some(1)), "{outcome:?}");
 }

@@ -52,7 +52,8 @@ impl Socket {
     pub fn new(token: u64, fd: OwnedFd) -> Arc<Socket> {
         let ends = sockets::ends(&fd);
         let descriptor = Descriptor::new(fd);
-        sockets::limit_unsent(descriptor.fd(), SEGMENT as libc::c_int);
+        // Otherwise a slow path would accept as many bytes as a fast one.
+        sockets::limit_unsent(descriptor.fd(), SEGMENT as usize);
         Arc::new(Socket { descriptor, token, ends, watched: AtomicBool::new(false) })
     }
 

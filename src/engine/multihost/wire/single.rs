@@ -33,6 +33,11 @@ const SHORT: usize = 16 << 10;
 /// thread checks whether its segment has arrived, because a segment is combined faster while it is in the cache.
 const TURN: usize = 256 << 10;
 
+/// The system accepts no more than about this many bytes that it has not sent. Otherwise it accepts 4 MiB, and its
+/// copies have often left the processor's cache before it sends them (docs/internals/benchmarks.md). Bytes that are on
+/// their way do not count, so the limit does not slow down a long link.
+const UNSENT: usize = 1 << 20;
+
 pub struct Single {
     descriptor: Descriptor,
     token: u64,
@@ -63,6 +68,7 @@ impl Single {
     pub fn new(token: u64, fd: OwnedFd) -> Single {
         let inn = In { buffer: vec![0; BUFFER].into_boxed_slice(), from: 0, to: 0, current: None };
         let (descriptor, broken) = (Descriptor::new(fd), OnceCell::new());
+        sockets::limit_unsent(descriptor.fd(), UNSENT);
         Single { descriptor, token, out: Mutex::default(), inn: Mutex::new(inn), broken }
     }
 

@@ -172,9 +172,9 @@ pub fn set_up(fd: RawFd) {
     set(libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3);
 }
 
-/// Limits how many bytes the kernel buffers before it sends them. Without this limit, if there are several connections,
-/// a slow one would accept as many bytes as a fast one.
-pub fn limit_unsent(fd: RawFd, bytes: libc::c_int) {
+/// Limits how many bytes the kernel accepts before it sends them.
+pub fn limit_unsent(fd: RawFd, bytes: usize) {
+    let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
     let length = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the value is valid for the call. A failure is ignored: the connection works without the option.
     unsafe {
