@@ -45,6 +45,8 @@ def test_a_machine_without_faults_has_no_findings() -> None:
     # All ranks are on this host, so the address of its name does not matter.
     alone = changed(GLOO_SOCKET_IFNAME=None, WORLD_SIZE="4")
     assert checks.findings(replace(alone, own_address="127.0.1.1", master_address="10.0.0.2")) == []
+    assert checks.findings(replace(alone, congestion="bbr")) == []
+    assert checks.findings(replace(WELL, congestion="cubic")) == []
 
 
 CASES = [
@@ -88,6 +90,7 @@ CASES = [
         "SAGELLM_EXPLAIN",
     ),
     (replace(WELL, master_address=""), checks.ERROR, "MASTER_ADDR=10.0.0.1 leads to no address", "correct the name"),
+    (replace(WELL, congestion="bbr"), checks.WARNING, "TCP uses bbr", "tcp_congestion_control=cubic"),
     (replace(WELL, look_up_seconds=5.0), checks.WARNING, "took 5.0 s", "RES_OPTIONS"),
     (changed(RANK="one"), checks.ERROR, "RANK='one' is no whole number", "unset RANK"),
     (changed(RANK="8"), checks.ERROR, "RANK=8 is not below WORLD_SIZE=8", "counted from 0"),
