@@ -195,7 +195,8 @@ def markdown(whole: Result) -> str:
         "percentile (median); below 1 gloo is faster. Times are medians (10th, 99th percentile) of the slowest rank's "
         "call; "
         "after a semicolon the ratio of the processor time of all ranks. "
-        f"{CONTROL} is a second group of gloo: how far it is from 1 is noise."
+        f"{CONTROL} is a second group of gloo: how far it is from 1 is noise. TCP's congestion control: "
+        f"{whole.get('congestion') or 'the default of this machine'}."
     ]
     for run in whole["runs"]:
         labels = list(run["results"][0]["times"])
@@ -292,7 +293,10 @@ def run_layout(args: argparse.Namespace, layout: str, link: str, limit: float) -
     hosts, per_host = map(int, layout.split("x"))
     rate, delay = link_of(link)
     of_host = [host for host in range(hosts) for _ in range(per_host)]
-    with net.Network(hosts, rate, delay) as network, tempfile.TemporaryDirectory() as folder:
+    with (
+        net.Network(hosts, rate, delay, congestion=args.congestion) as network,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         part = Path(folder) / "part.json"
         place = {
             "MASTER_ADDR": network.address(0), "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": net.INTERFACE,
@@ -360,7 +364,7 @@ def spawn(args: argparse.Namespace, plan: list[tuple[str, str]]) -> int:
         code = code or failed or int(bool(wrong))
         if found is not None:
             runs.append(found)
-    whole = {"date": date.today().isoformat(), "machine": machine, "runs": runs}
+    whole = {"date": date.today().isoformat(), "machine": machine, "congestion": args.congestion, "runs": runs}
     if runs:
         print(markdown(whole))
         write(whole, args.out / f"{whole['date']}-{machines.slug(machine)}")
@@ -379,6 +383,11 @@ def parse_args() -> argparse.Namespace:
     add("--backends", default=BACKENDS, help=f"default: {BACKENDS}; a name twice is its own control")
     add("--perftest", action="store_true", help="then also run UCX's own ucx_perftest between two hosts, over tcp")
     add("--all", action="store_true", help=f"every layout, link and size ({ALL_SIZES}); give a --limit, too")
+    add(
+        "--congestion", default="cubic",
+        help="TCP's congestion control between the hosts; an empty word takes this machine's (default: cubic, which "
+        "most systems use)",
+    )  # fmt: skip
     add("--rounds", type=int, default=6, help="turns of each backend in a case (default: 6)")
     add("--budget", type=float, default=0.4, help="seconds of timed calls of a backend in a case (default: 0.4)")
     add("--limit", type=float, default=540, help="seconds for everything (default: 540); slow cases get fewer rounds")
