@@ -341,6 +341,16 @@ mod tests {
     }
 
     #[test]
+    fn hosts_with_one_rank_each_cut_operations_into_larger_segments() {
+        let segments = |ranks, kib: u64| {
+            let hosts = Hosts { ranks, least_ranks: ranks / 4, ..hosts(4, FAST) };
+            between_hosts(desc(Kind::AllReduce, kib << 10), false, &hosts, &Menu::new(4), &Policy::default()).segments
+        };
+        assert_eq!([1024, 2048, 4096, 16384].map(|kib| segments(4, kib)), [1, 1, 2, 8]);
+        assert!(segments(8, 1024) > 1, "several ranks share a host");
+    }
+
+    #[test]
     fn the_start_rules_hold_where_no_link_was_measured() {
         let policy = Policy::default();
         let at = |count, kind, bytes| {

@@ -67,7 +67,7 @@ pub struct BatchRun<'a> {
     pub factors: Vec<f64>,
     pub deadline: u64,
     pub chosen: ChosenAlgorithm,
-    /// Whether this lane has compared the headers of all ranks (`compare_all`) in an earlier segment of this operation.
+    /// Whether this lane has compared the headers of all ranks in an earlier segment of this operation.
     pub compared: bool,
     /// Buffer that is reused from batch to batch.
     pub scratch: &'a mut Vec<u8>,

@@ -16,8 +16,22 @@ impl Buffers {
     pub fn give_back(&mut self, buffer: Vec<u8>) {
         const KEPT: usize = 16;
         const LARGEST: usize = 8 << 20;
-        if self.spare.len() < KEPT && buffer.len() <= LARGEST {
+        // An empty buffer fits nothing, and would stay here for ever.
+        if self.spare.len() < KEPT && (1..=LARGEST).contains(&buffer.len()) {
             self.spare.push(buffer);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_buffers_leave_room_for_others() {
+        let mut buffers = Buffers::default();
+        (0..100).for_each(|_| buffers.give_back(Vec::new()));
+        buffers.give_back(vec![7; 4096]);
+        assert_eq!(buffers.take(4096)[0], 7, "the buffer that was given back");
     }
 }

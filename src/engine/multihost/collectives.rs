@@ -31,7 +31,7 @@ use crate::types::{Kind, ReduceOp, Span};
 
 /// From this size on, `compare_all` may pay. Copying this many bytes twice takes some 300 us; on a fast link the messages
 /// of the comparison take a third of that.
-pub const COMPARED: usize = 1 << 20;
+const COMPARED: usize = 1 << 20;
 
 /// The schedule of the chosen algorithm, or the direct one if the chosen algorithm does not support the kind.
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
@@ -78,8 +78,8 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Compares the headers of all ranks before any data is moved, if this pays and the lane has not done so in an
-    /// earlier segment of the operation. Returns whether they were compared. It pays if the group consists of more than
+    /// Compares the headers of all ranks before any data is moved, if this pays and the lane has run no earlier segment
+    /// of the operation, which compared them. Returns whether they were compared. It pays if the group consists of more than
     /// two hosts with one rank each, and if working in place (`room`) saves more time than the comparison takes:
     /// log2(hosts) messages without data. A rank that finds a different header fails and sends nothing more, so no rank
     /// returns unless all headers are equal.

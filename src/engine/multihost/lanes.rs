@@ -8,7 +8,6 @@ use once_cell::sync::OnceCell;
 use std::time::{Duration, Instant};
 
 use super::batch::{BatchRun, ChosenAlgorithm, HostGroup, Task};
-use super::collectives::COMPARED;
 use super::dispatch::dispatch;
 use super::frames::{FrameHeader, tell_fault};
 use super::host_map::HostMap;
@@ -318,8 +317,9 @@ impl Lanes {
             factors,
             deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
             chosen,
-            // The lanes take turns, and all segments except the last have the same size.
-            compared: task.batch.segment >= LANES && task.choice.segment_bytes >= COMPARED,
+            // The lanes take turns, so this lane has ended an earlier segment of the operation. An all_reduce ends only
+            // after this rank has heard from all ranks and compared their headers with its own.
+            compared: task.batch.segment >= LANES,
             scratch,
         };
         run.compare_inside()?;

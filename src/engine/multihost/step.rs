@@ -31,12 +31,13 @@ pub struct Arrived<'a> {
     pub data: &'a [u8],
 }
 
-/// What uses the data that an exchange does not receive into its memory.
+/// What an exchange calls when data has arrived.
 pub enum Take<'a> {
-    /// Is called for one receive after the other, with the receive's index.
+    /// Is called with the index of a receive: for each segment in order, or once with empty data if the receive has
+    /// memory.
     Each(&'a mut dyn FnMut(usize, Arrived)),
-    /// Is called for one segment after the other, with its offset in the messages and the data of all receives, in the
-    /// order of the receives. They all must have the same size and no memory.
+    /// Is called for each segment in order, with its offset in the messages and this segment of every receive. All
+    /// receives must have the same size, and none may have memory.
     Together(&'a mut dyn FnMut(usize, &[&[u8]])),
 }
 

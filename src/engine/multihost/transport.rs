@@ -334,8 +334,8 @@ impl Transport {
         Ok(header.issued)
     }
 
-    /// Waits for the frames of all peers, and then for one segment of all of them after the other. Returns the smallest
-    /// `issued`.
+    /// Waits for the frames of all peers. Then waits for each segment of all peers, and passes these to `take`. Returns
+    /// the smallest `issued`.
     fn take_together(
         &mut self,
         own: &FrameHeader,

@@ -47,6 +47,7 @@ def test_a_machine_without_faults_has_no_findings() -> None:
     assert checks.findings(replace(alone, own_address="127.0.1.1", master_address="10.0.0.2")) == []
     assert checks.findings(replace(alone, congestion="bbr")) == []
     assert checks.findings(replace(WELL, congestion="cubic")) == []
+    assert checks.findings(replace(changed(SAGELLM_LINK="ucx"), congestion="bbr")) == []
 
 
 CASES = [

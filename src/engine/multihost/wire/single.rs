@@ -33,8 +33,8 @@ const SHORT: usize = 16 << 10;
 /// thread checks whether its segment has arrived, because a segment is combined faster while it is in the cache.
 const TURN: usize = 256 << 10;
 
-/// The system accepts no more than about this many bytes that it has not sent. Otherwise it accepts 4 MiB, and its
-/// copies have often left the processor's cache before it sends them (docs/internals/benchmarks.md). Bytes that are on
+/// The system accepts no more than about this many bytes that it has not sent. Otherwise it usually accepts up to 4
+/// MiB, and its copies have often left the processor's cache before it sends them (docs/internals/benchmarks.md). Bytes that are on
 /// their way do not count, so the limit does not slow down a long link.
 const UNSENT: usize = 1 << 20;
 
