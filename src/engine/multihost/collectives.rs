@@ -78,11 +78,11 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Compares the headers of all ranks before any data is moved, if this pays and the lane has run no earlier segment
-    /// of the operation, which compared them. Returns whether they were compared. It pays if the group consists of more than
-    /// two hosts with one rank each, and if working in place (`room`) saves more time than the comparison takes:
-    /// log2(hosts) messages without data. A rank that finds a different header fails and sends nothing more, so no rank
-    /// returns unless all headers are equal.
+    /// Compares the headers of all ranks before any data is moved, if this pays. If this lane has run an earlier segment
+    /// of the operation, they are known to be equal. Returns whether they were compared. It pays if the group consists
+    /// of more than two hosts with one rank each, and if working in place (`room`) saves more time than the comparison
+    /// takes: log2(hosts) messages without data. A rank that finds a different header fails and sends nothing more, so no
+    /// rank returns unless all headers are equal.
     fn compare_all(&mut self, bytes: usize) -> Result<bool> {
         if self.compared {
             return Ok(true);
