@@ -270,6 +270,10 @@ impl Link for LocalLink {
         Ok(Box::new(LocalTransfer::Sent(buffer)))
     }
 
+    fn has_unread(&self, peer: usize, tag: u32) -> bool {
+        self.post.lock().messages.get(&(peer, self.me, tag)).is_some_and(|messages| !messages.is_empty())
+    }
+
     unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
         let bytes = Pieces(&pieces).bytes();
         Ok(Box::new(LocalInto { received: self.receive(peer, tag, vec![0; bytes], bytes)?, pieces }))

@@ -324,6 +324,58 @@ fn different_calls_on_two_hosts_are_an_error_that_shows_both() {
     }
 }
 
+/// Every rank passes itself as the root of a gather, or another rank as the root of a broadcast. All of them then wait
+/// and none sends data, so only a Question shows the mismatch before the deadline. A rank that has given its data to
+/// another rank of its host may get the error in its next call.
+#[test]
+fn rule_05_ranks_that_wait_for_each_other_because_their_roots_differ_get_both_calls_at_once() {
+    for (place, ranks) in [(&[0, 1][..], 2), (&[0, 0, 1, 1], 4), (&[0, 1, 2, 3], 4)] {
+        for kind in [Kind::Broadcast, Kind::Scatter, Kind::Reduce, Kind::Gather] {
+            for count in [10, 20_000, 200_000] {
+                let groups = groups(place, Settings::default(), LONG);
+                let errors = on_ranks(ranks, |me| {
+                    let (first, second) = (0, ranks - 1);
+                    let collects = matches!(kind, Kind::Reduce | Kind::Gather);
+                    let root = if (place[me] == 0) == collects { first } else { second };
+                    let spec = Spec { root, ..spec(kind, Dtype::F32, ReduceOp::Sum, count, 0, ranks) };
+                    let mut buffers = spec.buffers(me, ranks);
+                    let call = groups[me].run(spec.request(&mut buffers), None);
+                    let barrier = Spec { kind: Kind::Barrier, ..spec };
+                    let mut nothing = barrier.buffers(me, ranks);
+                    let next = call.and_then(|()| groups[me].run(barrier.request(&mut nothing), None));
+                    next.unwrap_err().to_string()
+                });
+                let shows = |error: &String| error.contains("root 0") && error.contains(&format!("root {}", ranks - 1));
+                let known = |error: &String| shows(error) || error.contains("lost the connection to rank");
+                let is_right = errors.iter().any(shows) && errors.iter().all(known);
+                assert!(is_right, "{kind:?} of {count} over {place:?}: {errors:#?}");
+            }
+        }
+    }
+}
+
+/// Ranks come late to operations, by more than the time after which the others send Questions.
+#[test]
+fn ranks_that_come_late_change_nothing() {
+    for place in [&[0, 1][..], &[0, 0, 1], &[0, 1, 2]] {
+        let ranks = place.len();
+        let groups = groups(place, Settings { strict: true, ..Settings::default() }, LONG);
+        on_ranks(ranks, |me| {
+            for seed in 0..18 {
+                if seed as usize % (ranks + 1) == me {
+                    std::thread::sleep(Duration::from_millis(150));
+                }
+                let kind = Kind::COLLECTIVES[seed as usize % Kind::COLLECTIVES.len()];
+                let spec = spec(kind, Dtype::F32, ReduceOp::Sum, [10, 5000, 20_000][seed as usize / 6], seed, ranks);
+                let mut buffers = spec.buffers(me, ranks);
+                groups[me].run(spec.request(&mut buffers), None).unwrap();
+                spec.check(&buffers, me, ranks);
+            }
+            groups[me].shutdown();
+        });
+    }
+}
+
 /// From a certain size on, an all_reduce over three or more hosts with one rank each works in the tensors themselves.
 /// Tests sizes below and above it. Each rank in turn passes another reduce op.
 #[test]

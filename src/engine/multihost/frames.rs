@@ -1,5 +1,6 @@
 //! The frames of a lane: the header (which batch a frame belongs to, what the sender has issued), its bytes, the error
-//! for two headers that differ, and frames that say that the sender's group has failed or was left.
+//! for two headers that differ, and frames that say that the sender's group has failed or was left, or that the sender
+//! still waits.
 
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,8 @@ pub enum Word {
     Fault = 2,
     /// The sender has left the group in order.
     Bye = 3,
+    /// The sender has waited for a frame of the receiver for some time. The header is that of the sender's batch.
+    Question = 4,
 }
 
 /// Identifies the first operation of a batch by its signature and number.
@@ -145,7 +148,7 @@ pub fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 
-/// The error for a Fault or Bye frame of `peer`. None for a Data frame. `own`: the header of this rank's batch.
+/// The error for a Fault or Bye frame of `peer`. None for any other frame. `own`: the header of this rank's batch.
 pub fn refusal(names: &Names, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
     let (word, length, _) = unframe(frame);
     if word == Word::Fault as u64 {

@@ -20,6 +20,8 @@ pub trait Link: Mail {
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
     /// Starts to send the first `bytes` of `buffer`.
     fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
+    /// Whether a message of `peer` with this tag has arrived for which no receive is posted.
+    fn has_unread(&self, peer: usize, tag: u32) -> bool;
     /// Like `receive`, into the memory of `pieces`. The message must have the size of that memory. The buffer that
     /// `wait` returns is empty.
     ///

@@ -182,6 +182,9 @@ impl Transport {
         for outgoing in sends {
             let peer = outgoing.peer;
             self.expect(peer)?; // the peer may send a fault or a goodbye
+            if let Some(error) = self.questions(peer, &header) {
+                return Err(error);
+            }
             let settled = self.settle(peer, ON_THEIR_WAY, deadline);
             // SAFETY: as above. `held` is emptied or dropped before this function returns.
             let sent = settled.and_then(|()| unsafe { self.send_data(&header, outgoing, segment, &mut held) });
@@ -227,9 +230,11 @@ impl Transport {
 
     /// The error, if the next frame of `peer` has arrived and contradicts this batch. The frame stays in the queue.
     fn early_word(&mut self, peer: usize, own: &FrameHeader) -> Option<Error> {
+        if let Some(error) = self.questions(peer, own) {
+            return Some(error);
+        }
         let frame = self.peers.get_mut(&peer)?.arrived_frame()?;
-        let said = refusal(&self.names, peer, own, &frame)
-            .or_else(|| own.disagreement(self.names.me, peer, &unframe(&frame).2, DIFFERED_BEFORE));
+        let said = refusal(&self.names, peer, own, &frame).or_else(|| own.disagreement(self.names.me, peer, &unframe(&frame).2, DIFFERED_BEFORE));
         self.peers.get_mut(&peer)?.put_back(frame);
         said
     }
@@ -392,10 +397,7 @@ impl Transport {
         bytes: usize,
         deadline: u64,
     ) -> Result<(FrameHeader, Vec<u8>)> {
-        self.expect(peer)?;
-        let transfer = self.peers.get_mut(&peer).and_then(Peer::next_frame).expect("posted above");
-        let frame = self.finish(peer, transfer, deadline)?;
-        self.expect(peer)?; // one is still posted; this posts another
+        let frame = self.await_frame(peer, own, deadline)?;
         if let Some(error) = refusal(&self.names, peer, own, &frame) {
             return Err(error);
         }
@@ -428,7 +430,8 @@ impl Transport {
         for peer in reached {
             while let Some(transfer) = self.peers.get_mut(&peer).and_then(Peer::next_frame) {
                 let frame = self.finish(peer, transfer, deadline);
-                if frame.is_err() || frame.is_ok_and(|frame| unframe(&frame).0 != Word::Data as u64) {
+                let passes = [Word::Data as u64, Word::Question as u64];
+                if !frame.is_ok_and(|frame| passes.contains(&unframe(&frame).0)) {
                     break;
                 }
             }
@@ -441,5 +444,6 @@ impl Transport {
     }
 }
 
+mod questions;
 #[cfg(test)]
 mod tests;

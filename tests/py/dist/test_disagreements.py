@@ -210,9 +210,6 @@ if hasattr(dist, "gather_single"):
             p.one(), p.all() if dist.get_rank() == p.root else None, group_dst=p.root, group=g
         ),
     )
-#: These calls collect data at the root. Between hosts, two ranks that both pass themselves as the root wait for each
-#: other until the deadline.
-COLLECT = ("reduce", "gather", "gather_single", "gather_object")
 
 
 def messages(send: Callable[[Any, Passed], object], receive: Callable[[Any, Passed], object]) -> Row:
@@ -316,8 +313,6 @@ def one_rank_differs(ctx: Context, names: list[str], size: int) -> dict[str, str
     """Makes every call with every change; the rank that differs changes from case to case."""
     begin(ctx, names)
     cases = [(name, what, other) for name in CALLS for what, other in changes(name, Passed(size)).items()]
-    if names:
-        cases = [case for case in cases if case[1] != "root" or case[0].partition(".")[2] not in COLLECT]
     found = {}
     for number, (name, what, other) in enumerate(cases):
         who = number % ctx.world_size

@@ -1,7 +1,11 @@
-//! A step over a link whose peer is lost.
+//! Steps over links that a test plays: the peer is lost, or has sent certain frames.
+
+use std::sync::Mutex;
 
 use super::*;
-use crate::engine::multihost::link::{Done, Mail, Mailbox};
+use crate::engine::multihost::link::{Done, Ended, Mail, Mailbox};
+use crate::op::signature_of;
+use crate::types::{Dtype, Kind, ReduceOp};
 
 /// A link whose peer is lost. Its transfers write to their memory when they are dropped, like a thread that is
 /// still reading.
@@ -29,6 +33,9 @@ impl Link for Lost {
     fn receive(&self, _: usize, _: u32, _: Vec<u8>, _: usize) -> Result<Box<dyn Transfer>> {
         Ok(Box::new(Writes(Vec::new())))
     }
+    fn has_unread(&self, _: usize, _: u32) -> bool {
+        false
+    }
     fn send(&self, _: usize, _: u32, _: Vec<u8>, _: usize) -> Result<Box<dyn Transfer>> {
         Ok(Box::new(Writes(Vec::new())))
     }
@@ -37,6 +44,46 @@ impl Link for Lost {
     }
     unsafe fn send_from(&self, _: usize, _: u32, _: Vec<Span>) -> Result<Box<dyn Transfer>> {
         Ok(Box::new(Writes(Vec::new())))
+    }
+    fn cut(&self) {}
+}
+
+/// A link whose peer has sent these frames, and sends nothing else.
+#[derive(Default)]
+struct Frames {
+    unread: Mutex<VecDeque<Vec<u8>>>,
+    sent: Mutex<Vec<Vec<u8>>>,
+}
+
+struct Never;
+
+impl Transfer for Never {
+    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
+        Err(Broken::late("nothing came".to_string()))
+    }
+    fn ends_within(&self, timeout: Duration) -> bool {
+        std::thread::sleep(timeout);
+        false
+    }
+}
+
+impl Link for Frames {
+    fn receive(&self, _: usize, _: u32, _: Vec<u8>, _: usize) -> Result<Box<dyn Transfer>> {
+        let frame = self.unread.lock().unwrap().pop_front();
+        Ok(frame.map_or_else(|| Box::new(Never) as Box<dyn Transfer>, |frame| Box::new(Ended(frame))))
+    }
+    fn has_unread(&self, _: usize, _: u32) -> bool {
+        !self.unread.lock().unwrap().is_empty()
+    }
+    fn send(&self, _: usize, _: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
+        self.sent.lock().unwrap().push(buffer[..bytes].to_vec());
+        Ok(Box::new(Ended(buffer)))
+    }
+    unsafe fn receive_into(&self, _: usize, _: u32, _: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        unreachable!("only frames travel here")
+    }
+    unsafe fn send_from(&self, _: usize, _: u32, _: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        unreachable!("only frames travel here")
     }
     fn cut(&self) {}
 }
@@ -61,11 +108,35 @@ impl Mail for Lost {
     }
 }
 
+impl Mail for Frames {
+    fn open_mailbox(&self, _: Arc<dyn Mailbox>) {}
+    fn abandon_body(&self, _: usize, _: u64) {}
+    fn mail(&self, _: usize, _: Vec<u8>) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn send_body(&self, _: usize, _: u64, _: Vec<Span>, _: Done) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn receive_body(&self, _: usize, _: u64, _: Vec<Span>, _: Done) -> Result<()> {
+        Ok(())
+    }
+    fn await_mail(&self) -> Box<dyn Send> {
+        Box::new(())
+    }
+    fn poll(&self, _: Duration) -> bool {
+        false
+    }
+}
+
+fn transport(link: Arc<dyn Link>) -> Transport {
+    let names = Arc::new(Names { processes: vec![String::new(); 2], ..Names::default() });
+    Transport::new(link, names, 0, Arc::new(AtomicUsize::new(NOBODY)))
+}
+
 /// A freed buffer of this size is unmapped, so a transfer that outlives it crashes the process.
 #[test]
 fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
-    let names = Arc::new(Names { processes: vec![String::new(); 2], ..Names::default() });
-    let mut transport = Transport::new(Arc::new(Lost), names, 0, Arc::new(AtomicUsize::new(NOBODY)));
+    let mut transport = transport(Arc::new(Lost));
     let receives = vec![Incoming { peer: 1, bytes: 64 << 20, into: None }];
     let deadline = clock::now() + 1_000_000_000;
     // SAFETY: no memory of the caller is used.
@@ -73,4 +144,67 @@ fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
         transport.exchange(FrameHeader::default(), deadline, &[], receives, 1 << 20, Take::Each(&mut |_, _| {}))
     };
     assert!(outcome.as_ref().is_err_and(|error| error.rank() == Some(1)), "{outcome:?}");
+}
+
+/// The header of a broadcast. The segments of a broadcast have different chains.
+fn header(number: u64, root: u32, chain: u64) -> FrameHeader {
+    let signature = signature_of(Kind::Broadcast, (Dtype::Bytes, ReduceOp::Sum), root, (8, 8));
+    FrameHeader { signature, number, chain, ..FrameHeader::default() }
+}
+
+fn told(word: Word, header: FrameHeader) -> Vec<u8> {
+    frame(word, &header, 0).to_vec()
+}
+
+/// This rank's batch.
+fn batch() -> FrameHeader {
+    header(5, 0, 55)
+}
+
+/// Sends an empty message to rank 1 in this rank's batch, and receives one if `receives`.
+fn step(transport: &mut Transport, receives: bool) -> Result<u64> {
+    let sends = [Outgoing { peer: 1, pieces: Vec::new(), stays: true }];
+    let receives = if receives { vec![Incoming { peer: 1, bytes: 0, into: None }] } else { Vec::new() };
+    let deadline = clock::now() + 300_000_000;
+    let take = Take::Each(&mut |_, _| {});
+    // SAFETY: no memory of the caller is used.
+    unsafe { transport.exchange(batch(), deadline, &sends, receives, 1 << 20, take) }
+}
+
+#[test]
+fn questions_about_other_batches_are_dropped_even_if_nothing_is_received() {
+    for receives in [false, true] {
+        let link = Arc::new(Frames::default());
+        let measures = FrameHeader { number: 5, chain: 3, ..FrameHeader::default() };
+        let headers = [header(1, 1, 7), header(4, 0, 8), measures, header(5, 0, 54), batch(), header(8, 1, 88)];
+        let mut unread: Vec<_> = headers.repeat(20).into_iter().map(|one| told(Word::Question, one)).collect();
+        unread.push(told(Word::Data, batch()));
+        link.unread.lock().unwrap().extend(unread);
+        let mut transport = transport(link.clone());
+        step(&mut transport, receives).unwrap();
+        assert_eq!(link.unread.lock().unwrap().len(), 0, "unread frames");
+        assert_eq!(*link.sent.lock().unwrap(), [told(Word::Data, batch())]);
+        if !receives {
+            assert!(transport.peer(1).arrived_frame().is_some(), "the data stays for the operation that receives it");
+        }
+    }
+}
+
+#[test]
+fn a_frame_of_another_operation_with_the_same_number_is_an_error_before_anything_is_sent() {
+    for word in [Word::Question, Word::Data] {
+        let link = Arc::new(Frames::default());
+        link.unread.lock().unwrap().push_back(told(word, header(5, 1, 55)));
+        let error = step(&mut transport(link.clone()), false).unwrap_err().to_string();
+        assert!(error.contains("root 0") && error.contains("root 1"), "{error}");
+        assert!(link.sent.lock().unwrap().is_empty(), "{error}");
+    }
+}
+
+#[test]
+fn a_long_wait_sends_one_question() {
+    let link = Arc::new(Frames::default());
+    let error = step(&mut transport(link.clone()), true).unwrap_err().to_string();
+    assert!(error.contains("Timed out waiting for rank 1"), "{error}");
+    assert_eq!(*link.sent.lock().unwrap(), [told(Word::Data, batch()), told(Word::Question, batch())]);
 }

@@ -231,6 +231,11 @@ impl Channel {
         Ok(None)
     }
 
+    /// Whether a short message has arrived for which no receive is posted.
+    pub fn has_unread(&self, rank: usize, tag: u32) -> bool {
+        self.lock().peers[rank].has_arrived(tag)
+    }
+
     /// Sends a short message, or queues it until the receiver has consumed enough of the earlier ones.
     pub fn send_short(&self, rank: usize, tag: u32, waiting: Waiting) -> Result<()> {
         let mut events = Events::default();

@@ -92,6 +92,10 @@ impl Link for WireLink {
         Ok(self.lane(peer, slot, false))
     }
 
+    fn has_unread(&self, peer: usize, tag: u32) -> bool {
+        self.channel.has_unread(peer, tag)
+    }
+
     unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         if bytes <= SHORT {

@@ -199,6 +199,10 @@ impl Peer {
         push(&mut self.arrived, tag, message);
     }
 
+    pub fn has_arrived(&self, tag: u32) -> bool {
+        self.arrived.get(&tag).is_some_and(|messages| !messages.is_empty())
+    }
+
     pub fn take_arrived(&mut self, tag: u32) -> Option<Vec<u8>> {
         pop(&mut self.arrived, tag, true)
     }
