@@ -237,19 +237,29 @@ fn rule_11_an_elapsed_wait_leaves_the_operation_running() {
 #[test]
 fn rule_11_a_deadline_names_the_missing_rank_and_its_last_call() {
     let groups = groups(3, 30);
+    let entered = AtomicBool::new(false);
     let texts = on_ranks(3, |me| {
         let mut memory = vec![1u8; 64];
         groups[me].run(request(Kind::AllReduce, 0, 0, &mut memory), None).unwrap();
-        if me == 2 {
-            std::thread::sleep(Duration::from_millis(600));
-            return None;
-        }
         let mut request = request(Kind::AllReduce, 0, 0, &mut memory);
-        request.timeout_ms = Some(200);
-        let begin = Instant::now();
-        let error = groups[me].run(request, None).unwrap_err();
-        assert!(begin.elapsed() >= Duration::from_millis(150), "too early");
-        Some(error)
+        match me {
+            0 => {
+                // Rank 1 must have entered, because the error may name rank 2 alone. Rank 1 has the group's 30 s, so
+                // that only the deadline of this rank can end the operation.
+                until(&entered);
+                request.timeout_ms = Some(200);
+                let begin = Instant::now();
+                let error = groups[0].run(request, None).unwrap_err();
+                assert!(begin.elapsed() >= Duration::from_millis(150), "too early");
+                Some(error)
+            }
+            1 => {
+                let op = groups[1].issue(request, None).unwrap();
+                entered.store(true, Ordering::Release);
+                Some(op.wait(None).unwrap_err())
+            }
+            _ => None,
+        }
     });
     for error in texts.into_iter().flatten() {
         let text = error.text();
