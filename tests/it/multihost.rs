@@ -419,8 +419,10 @@ fn a_rank_that_does_not_come_fails_the_others_at_the_deadline_and_names_somebody
 
 #[test]
 fn an_abort_ends_everything_on_all_hosts() {
+    use std::sync::atomic::Ordering::Relaxed;
     let place = [0, 0, 1, 1];
     let groups = groups(&place, Settings::default(), LONG);
+    let ended = std::sync::atomic::AtomicUsize::new(0);
     on_ranks(place.len(), |me| {
         let run = |count: usize| {
             let spec = spec(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, count, 1, place.len());
@@ -428,8 +430,14 @@ fn an_abort_ends_everything_on_all_hosts() {
             groups[me].run(spec.request(&mut buffers), None)
         };
         run(10).unwrap();
+        ended.fetch_add(1, Relaxed);
         if me == 3 {
-            std::thread::sleep(Duration::from_millis(50));
+            // The abort also fails a rank that is still in its first call, so it waits until no rank is.
+            let begin = std::time::Instant::now();
+            while ended.load(Relaxed) < place.len() && begin.elapsed() < LONG {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(Duration::from_millis(50)); // so that the others usually wait in their second call
             groups[me].abort("the test says so");
             return;
         }

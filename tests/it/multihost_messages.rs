@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::host::Memory;
@@ -36,6 +37,14 @@ fn send(group: &Group, to: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
 
 fn recv(group: &Group, from: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
     group.issue(message(Kind::Recv, from, tag, memory), None).unwrap()
+}
+
+/// Waits until another rank has come so far. If it never does, the assertions of the test fail.
+fn until(came: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !came() && begin.elapsed() < LONG {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// One step of a program, the same for all ranks.
@@ -324,6 +333,7 @@ fn a_sender_waits_once_a_window_of_its_letters_awaits_receives() {
 #[test]
 fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
     let groups = groups(&[0, 1, 1]);
+    let looked = AtomicBool::new(false);
     on_ranks(3, |me| {
         let group = &groups[me];
         let mut memory = [me as u8; 100];
@@ -332,8 +342,9 @@ fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
             let mut large = vec![7; 150_000];
             let kept = send(group, 0, 9, &mut large);
             if me == 2 {
-                // This rank stays for now, so rank 0's receive from `ANY_RANK` still has a possible sender.
-                std::thread::sleep(Duration::from_millis(300));
+                // This rank stays until rank 0 has looked, so rank 0's receive from `ANY_RANK` still has a possible
+                // sender.
+                until(|| looked.load(Ordering::Relaxed));
             }
             group.shutdown();
             assert!(
@@ -346,6 +357,7 @@ fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
         let anyone = recv(group, ANY_RANK, 5, &mut got);
         std::thread::sleep(Duration::from_millis(100));
         assert!(!anyone.is_done(), "rank 2 may still send");
+        looked.store(true, Ordering::Relaxed);
         let begin = Instant::now();
         assert!(anyone.wait(None).unwrap_err().kind() == ErrorKind::RankFailed);
         assert!(begin.elapsed() < SOON);
@@ -486,15 +498,20 @@ fn an_abort_in_the_middle_ends_every_message_on_every_rank() {
 #[test]
 fn a_fault_of_one_rank_is_told_to_all_by_mail() {
     let groups = groups(&[0, 1, 2, 2]);
+    let issued = AtomicUsize::new(0);
     let errors = on_ranks(4, |me| {
         let group = &groups[me];
         if me == 3 {
-            std::thread::sleep(Duration::from_millis(100));
+            // After the abort no rank can issue its receive.
+            until(|| issued.load(Ordering::Relaxed) == 3);
             group.abort("the test says so");
             return String::new();
         }
         // Receives from a rank that sends nothing and is not the rank that fails.
-        recv(group, (me as u32 + 1) % 3, 0, &mut [0; 8]).wait(None).unwrap_err().to_string()
+        let mut memory = [0; 8];
+        let op = recv(group, (me as u32 + 1) % 3, 0, &mut memory);
+        issued.fetch_add(1, Ordering::Relaxed);
+        op.wait(None).unwrap_err().to_string()
     });
     for error in &errors[..3] {
         assert!(error.contains("the test says so") && error.contains("reported by rank 3"), "{error}");
