@@ -312,11 +312,16 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let _lending = lend(Helpers { host: Arc::new(Late), threads: 2 });
-                assert_eq!((split_into(1 << 20).len(), split_into(1 << 20).len()), (2, 1));
-                while clock::now() < PATIENCE.get().until {
-                    std::thread::sleep(std::time::Duration::from_millis(5));
-                }
+                let began = clock::now();
                 assert_eq!(split_into(1 << 20).len(), 2);
+                let patience = PATIENCE.get();
+                assert!(patience.pause >= 100_000_000, "25 times as long as the region: {patience:?}");
+                assert!(patience.until >= began + patience.pause, "from the end of the region on: {patience:?}");
+                // Sets the end of the pause itself, because a busy machine may let it pass between two calls.
+                PATIENCE.set(Patience { until: u64::MAX, ..patience });
+                assert_eq!(split_into(1 << 20).len(), 1, "during the pause");
+                PATIENCE.set(Patience { until: 0, ..patience });
+                assert_eq!(split_into(1 << 20).len(), 2, "after the pause");
             });
         });
     }
