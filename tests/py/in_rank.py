@@ -94,6 +94,15 @@ class Context:
         if operations not in (None, timeout):
             dist.distributed_c10d._get_default_group().set_timeout(operations)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of the default group's later operations. A test in which a short timeout elapses calls this
+        after the first operation, because that one takes longer on a busy machine."""
+        group = dist.distributed_c10d._get_default_group()
+        if hasattr(dist, "set_timeout"):
+            group.set_timeout(timeout)
+        else:  # torch 2.11
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
     def tell(self, word: Any) -> None:
         """Sends a message to the test, which reads it with `Job.hear`."""
         self.conn.send(("word", word))

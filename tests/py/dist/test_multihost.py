@@ -301,7 +301,8 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
     the end the ranks pass different lists of sizes to an all_gather; returns the error's text."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me, size = ctx.world_size, ctx.rank, 50_000
-    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
+    store = dist.FileStore(f"{ctx.tmp}/store", n)
+    ctx.init(store=store, timeout=timedelta(seconds=30))
     for turn in range(3):
         tensors = [torch.full((size,), float(i + turn)) for i in range(12)]
         sparse = torch.eye(100).to_sparse()
@@ -334,9 +335,11 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
     for work in works + works[::-1]:  # a second wait for the same message returns like the first
         work.wait()
     assert bool((tensor == 5).all()), f"a broadcast of {tensor[0]} overtook the message"
-    # A mismatch cuts the link at once, even if another rank has not finished an earlier operation.
+    # A mismatch cuts the link at once, even if another rank has not finished an earlier operation. So every rank waits
+    # until all have left the barrier.
     dist.barrier()
-    time.sleep(0.3)
+    store.set(f"left {me}", "")
+    store.wait([f"left {rank}" for rank in range(n)])
     sizes = [size] * n
     # The sum of the sizes is the same, but this rank's block does not have the size that its peers expect.
     sizes[me - 1] += 1000

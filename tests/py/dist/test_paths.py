@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import net
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import IS_GLOO, Context, expect_raises, launch
+from limits import patience
 from net import enter
 from reference import fold, make, same_bits
 
@@ -81,7 +83,7 @@ def test_others_take_over_when_a_cable_fails_in_the_middle(cables: net.Cables, w
         outputs = [each.output() for each in job.ranks]
     print(times)
     for usual, failing, _ in times:
-        assert failing < 2 * usual + 1.5, times
+        assert failing < 2 * usual + patience(1.5), times
     assert all(output.count(STALLED) <= 3 for output in outputs), outputs
     assert any(STALLED in output for output in outputs), outputs
 
@@ -128,7 +130,8 @@ def test_when_all_cables_fail_the_deadline_names_the_other_rank(cables: net.Cabl
 
 
 def dies_after_a_cable(ctx: Context, names: list[str], victim: str) -> float:
-    """The seconds until rank 0 knows that rank 1 has died, although one of the two cables failed before."""
+    """Rank 1 writes to a file when it dies. Returns when rank 0 knows it, although one of the two cables failed
+    before."""
     n, me = ctx.world_size, ctx.rank
     enter(names[me * 2 // n])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
@@ -137,17 +140,18 @@ def dies_after_a_cable(ctx: Context, names: list[str], victim: str) -> float:
         net.cut(names[0], victim)
     reduced(n, me, 16 * MIB)  # over the other cable
     if me == 1:
+        Path(ctx.tmp, "died").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
     expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(MIB)))
-    return time.monotonic() - begin
+    return time.monotonic()
 
 
 @pytest.mark.parametrize("cables", [(["1gbit"] * 2,)], indirect=True)
 def test_a_rank_that_dies_is_noticed_although_a_cable_failed_before(cables: net.Cables) -> None:
     with launch(dies_after_a_cable, 2, cables.names, cables.interfaces[0], env=variables(cables)) as job:
-        seconds = job.wait_rank(0, 60).value
-    assert seconds is not None and seconds < 2, seconds
+        known = job.wait_rank(0, 60).value
+        died = float((job.tmp / "died").read_text())
+    assert known is not None and known - died < patience(2), (died, known)
 
 
 def other_numbers(ctx: Context, names: list[str]) -> None:

@@ -113,25 +113,50 @@ def test_counts_and_bytes_are_those_of_the_calls(world_size: int) -> None:
     run_ranks(counts_what_was_issued, world_size)
 
 
+def late_three_times(ctx: Context, late: int, size: int) -> tuple[dict[str, Any], list[float], float]:
+    """The statistics of three calls before which one rank sleeps 150 ms; for each rank the milliseconds by which it
+    called before that rank; and the milliseconds from the first rank's start to the last rank's end."""
+    import torch_sagellm
+
+    tensor = torch.ones(size)
+    dist.barrier()
+    torch_sagellm.reset_stats()
+    dist.barrier()
+    times = [time.monotonic()]
+    for _ in range(3):
+        if ctx.rank == late:
+            time.sleep(0.15)
+        times.append(time.monotonic())
+        dist.all_reduce(tensor)
+    times.append(time.monotonic())
+    gathered = torch_sagellm.gather_stats()
+    every: list[Any] = [None] * ctx.world_size
+    dist.all_gather_object(every, times)
+    early = [1000 * sum(max(0.0, a - b) for a, b in zip(every[late][1:4], own[1:4], strict=True)) for own in every]
+    return gathered, early, 1000 * (max(own[-1] for own in every) - min(own[0] for own in every))
+
+
 def late_rank(ctx: Context, late: int) -> dict[str, Any]:
     import torch_sagellm
 
+    others = [rank for rank in range(ctx.world_size) if rank != late]
     for size in (4, 300_000):  # 4 bytes use slots, 300,000 elements use rounds
-        dist.barrier()
-        torch_sagellm.reset_stats()
-        dist.barrier()
-        for _ in range(3):
-            if ctx.rank == late:
-                time.sleep(0.15)
-            dist.all_reduce(torch.ones(size))
-        gathered = torch_sagellm.gather_stats()
+        for _ in range(20):
+            gathered, early, took = late_three_times(ctx, late, size)
+            # On a busy machine another rank may be late as well, or be waited for in the middle of a call. Such calls
+            # are repeated, because they do not show who was waited for longest.
+            if min(early[rank] for rank in others) > 350 and took < 700:
+                break
         assert gathered["straggler"] == late, (size, gathered["summary"])
         assert f"rank {late} was waited for longest" in gathered["summary"]
-        # Each other rank waited three times for about 150 ms. The bound is lower, because sleeps and polls are coarse.
-        assert gathered["waited_for_ms"][late] > 300 * (ctx.world_size - 1), (size, gathered["waited_for_ms"])
+        # Each other rank waited three times for about 150 ms. The bound is 50 ms lower, because sleeps and polls are
+        # coarse.
+        least = [each - 150 for each in early]
+        assert gathered["waited_for_ms"][late] > sum(least[rank] for rank in others), (size, gathered["waited_for_ms"])
         for stats in gathered["ranks"]:
             if stats["rank"] != late:
-                assert stats["ops"]["all_reduce"]["waiting_ms"] > 300, (size, stats["ops"]["all_reduce"])
+                waiting = stats["ops"]["all_reduce"]["waiting_ms"]
+                assert waiting > least[stats["rank"]], (size, early, stats["ops"]["all_reduce"])
                 assert max(stats["waits"], key=lambda peer: stats["waits"][peer]["total_ms"]) == late
         assert [stats["rank"] for stats in gathered["ranks"]] == list(range(ctx.world_size))
     return torch_sagellm.get_stats()
@@ -459,8 +484,9 @@ def test_rule_29_torchs_analyser_reads_our_ring(tmp_path: Path, mismatch: bool) 
 def fails_alone(ctx: Context) -> None:
     from datetime import timedelta
 
-    ctx.init(operations=timedelta(seconds=1))
+    ctx.init()
     dist.all_reduce(torch.ones(8))
+    ctx.set_timeout(timedelta(seconds=1))
     if ctx.rank == 0:
         expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(8)))
         ctx.tell(dist.group.WORLD._get_backend(torch.device("cpu"))._records())
@@ -587,27 +613,35 @@ def test_the_page_names_files_that_exist() -> None:
 def steps_wait(ctx: Context) -> None:
     import torch_sagellm
 
-    step = torch_sagellm.step()
+    step, store = torch_sagellm.step(), ctx.store()
     one = torch.ones(4)
     dist.barrier()
-    step.reset()
-    for index in range(3):
-        with step:
-            if ctx.rank == 0:
-                ctx.store().set(f"waits {index}", "")
-            else:
-                ctx.store().wait([f"waits {index}"])
-                time.sleep(0.15)
-            dist.all_reduce(one)
-            with step:  # part of the same step
+    for turn in range(20):
+        step.reset()
+        between = torch.zeros(1)
+        for index in range(3):
+            with step:
+                if ctx.rank == 0:
+                    begin = time.monotonic()
+                    store.set(f"waits {turn} {index}", "")
+                    between += time.monotonic() - begin
+                else:
+                    store.wait([f"waits {turn} {index}"])
+                    time.sleep(0.15)
                 dist.all_reduce(one)
+                with step:  # part of the same step
+                    dist.all_reduce(one)
+        # If rank 0 does not run for a while between its word to rank 1 and its call, it waits for less, so the steps
+        # are repeated.
+        dist.broadcast(between, 0)
+        if between.item() < 0.05:
+            break
     with pytest.raises(KeyError), step:
         raise KeyError
     dist.all_reduce(one)
     own = torch_sagellm.get_stats()["step"]
-    # Rank 1 sleeps 450 ms. Rank 0 waits for it, except for the time that a busy machine puts between rank 0's word to
-    # rank 1 and its call.
-    assert own["count"] == 3 and own["total_ms"] > (300 if ctx.rank == 0 else 450), own
+    # Rank 1 sleeps 450 ms, and rank 0's steps begin before that.
+    assert own["count"] == 3 and own["total_ms"] > 449, own
     assert own["exposed_ms"] > 250 if ctx.rank == 0 else own["exposed_ms"] < own["total_ms"] - 450, own
     report = step.report()
     assert report.steps == 3 and report.ranks == 2 and report.shares[0] > report.shares[1]
@@ -620,7 +654,8 @@ def steps_wait(ctx: Context) -> None:
     dist.barrier()
     with step:
         if ctx.rank == 1:
-            time.sleep(0.5)
+            store.wait(["computed"])
+            time.sleep(0.3)
             dist.all_reduce(one)
         else:
             work = dist.all_reduce(one, async_op=True)
@@ -628,11 +663,14 @@ def steps_wait(ctx: Context) -> None:
             future, worked = work.get_future(), time.thread_time()
             while time.thread_time() - worked < 0.1:  # computes, which is no waiting
                 pass
+            begin = time.monotonic()
+            store.set("computed", "")
+            idle = 1000 * (time.monotonic() - begin)  # rank 1 may sleep already, but this rank does not wait yet
             future.wait()
     own = torch_sagellm.get_stats()["step"]
     if ctx.rank == 0:
         assert own["exposed_ms"] < own["total_ms"] - 99
-        assert own["exposed_ms"] > 200 or own["total_ms"] < 450, own  # less only if no rank was late
+        assert own["exposed_ms"] > 250 - idle, (own, idle)
     step.reset()
     assert torch_sagellm.get_stats()["step"] == {"count": 0, "total_ms": 0.0, "exposed_ms": 0.0, "share": 0.0}
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import ucx
 from harness import IS_GLOO, Context, expect_raises, launch
+from limits import patience
 from net import enter
 from reference import make, same_bits
 from test_multihost import on_place
@@ -141,7 +142,7 @@ def test_a_killed_rank_is_named_in_under_a_second(hosts: list[str], count: int) 
         job.signal(1, signal.SIGKILL)
         ended, text = job.wait_rank(0, 30).value
     assert "rank 1" in text, text
-    assert ended - killed < 1, (ended - killed, text)
+    assert ended - killed < patience(1), (ended - killed, text)
 
 
 def sums(ctx: Context, names: list[str], count: int) -> float:
@@ -177,9 +178,10 @@ def test_a_stopped_rank_is_waited_for(hosts: list[str], count: int) -> None:
 
 def stops_in_the_middle(ctx: Context, names: list[str]) -> tuple[str, float, float]:
     """The error of the rank that goes on, the seconds of its last call, and the processor time of that call."""
-    start(ctx, names, 4)
+    start(ctx, names)
     tensor = torch.ones(16 * MIB)
     dist.all_reduce(tensor)
+    ctx.set_timeout(timedelta(seconds=4))
     ctx.tell("ready")
     while True:
         before, used = time.monotonic(), time.process_time()
@@ -206,7 +208,8 @@ def waits(ctx: Context, names: list[str]) -> str:
     """Rank 1 does not call, and in the second group it leaves."""
     start(ctx, names)
     text = ""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group: Any = dist.new_group([0, 1])
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
     if ctx.rank == 0:
         text = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(MIB), group=group))
     dist.barrier()  # the connection still serves other groups

@@ -198,7 +198,8 @@ def wait_elapses(ctx: Context) -> None:
         assert work is not None
         start = time.monotonic()
         expect_raises(RuntimeError, lambda: work.wait(timedelta(milliseconds=200)))
-        assert 0.15 < time.monotonic() - start < 0.2 + patience(0.5)
+        # Rank 1 comes only later, so the wait ends by its own limit, and long before the timeout of the operation.
+        assert 0.15 < time.monotonic() - start < patience(5)
         assert not work.is_completed()
         expect_raises(RuntimeError, lambda: work.wait(timedelta(milliseconds=100)))
         ctx.store().set("elapsed", "")
@@ -587,31 +588,38 @@ def test_rule_24_no_room_gives_a_reason_not_a_kill() -> None:
         assert text == "" or "sagellm" in text, text
 
 
-def gil_free_wait(ctx: Context) -> float:
+def gil_free_wait(ctx: Context) -> int:
+    """Rank 1's other thread counts while the main thread is in a call. Rank 0 calls only when it has counted, so if the
+    call kept the interpreter, rank 0 would wait in vain. Returns the ticks before the call's end."""
+    store = ctx.store()
+    if ctx.rank == 0:
+        store.wait(["ticked"])
+        dist.all_reduce(torch.ones(2))
+        return 0
     ticks = 0
-    stop = threading.Event()
+    calling = threading.Event()
 
     def tick() -> None:
         nonlocal ticks
-        while not stop.is_set():
+        calling.wait()
+        while ticks < 100:
             ticks += 1
             time.sleep(0.002)
+        store.set("ticked", "")
 
     thread = threading.Thread(target=tick)
     thread.start()
-    if ctx.rank == 0:
-        time.sleep(0.5)
+    calling.set()
     dist.all_reduce(torch.ones(2))
-    dist.barrier()
-    stop.set()
+    before = ticks
     thread.join()
-    return ticks
+    return before
 
 
 @pytest.mark.quick
 def test_rule_08_waits_release_the_interpreter() -> None:
-    """Rule 8: other threads of the process run while one waits for half a second."""
-    assert run_ranks(gil_free_wait, 2)[1] > 30
+    """Rule 8: other threads of the process run while one waits."""
+    assert run_ranks(gil_free_wait, 2)[1] == 100
 
 
 def profiled(ctx: Context) -> list[str]:
@@ -742,8 +750,10 @@ def test_an_ephemeral_timeout_is_added_until_the_first_operation_after_it_has_en
 
 
 def late_by_more_than_the_timeout(ctx: Context) -> None:
-    ctx.init(operations=timedelta(seconds=2))
-    tensor = torch.ones(3)
+    ctx.init()
+    tensor = torch.full((3,), 0.5)
+    dist.all_reduce(tensor)
+    ctx.set_timeout(timedelta(seconds=2))
     if ctx.rank == 0:
         dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=60))
         dist.all_reduce(tensor)

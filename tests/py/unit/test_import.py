@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 
@@ -78,22 +77,22 @@ import time, sys
 import importlib.metadata
 import torch
 (point,) = importlib.metadata.entry_points(group="torch.backends", name="sagellm")
-found = time.perf_counter()
+found = time.process_time()
 point.load()()
-print((time.perf_counter() - found) * 1000)
+print((time.process_time() - found) * 1000)
 assert "SAGELLM" in torch.distributed.Backend._plugins
 assert not [name for name in sys.modules if name.partition(".")[0] == "torch_sagellm"]
 """
 
 
 def test_the_import_hook_is_cheap() -> None:
-    """Milliseconds of our part of `import torch`. The bound is far above the goal of 1 ms, so it only catches a heavy
-    import."""
+    """Milliseconds of processor time of our part of `import torch`. The bound is far above the goal of 1 ms, so it only
+    catches a heavy import. The least of three times counts, because other programs can only add to a time."""
     times = [
         float(run_script(["-c", COST], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, cwd="/").stdout.splitlines()[-1])
         for _ in range(3)
     ]
-    assert statistics.median(times) < 50, times
+    assert min(times) < 50, times
 
 
 def test_both_entry_points_name_the_same_function() -> None:
