@@ -41,11 +41,15 @@ def reduce_it(size: int = 3) -> None:
     dist.all_reduce(torch.ones(size))  # mark: waits here
 
 
-def told(call: Callable[[], Any]) -> tuple[float, str]:
-    """The duration and the error's text of a call that fails."""
-    begun = time.monotonic()
+#: When a call began and when it ended, and its error.
+Timed = tuple[float, float, str]
+
+
+def told(call: Callable[[], Any]) -> Timed:
+    """Makes a call that fails."""
+    began = time.monotonic()
     text = expect_raises(HANG, call)
-    return time.monotonic() - begun, text
+    return began, time.monotonic(), text
 
 
 def begin(ctx: Context, names: list[str] | None = None, **options: Any) -> None:
@@ -84,7 +88,7 @@ def in_native_code(ctx: Context) -> None:
     ctypes.PyDLL(None).sleep(2 * TIMEOUT)
 
 
-def late(ctx: Context, what: str, **options: Any) -> tuple[float, str] | None:
+def late(ctx: Context, what: str, **options: Any) -> Timed | None:
     """Rank 1 does something else, and the other ranks wait for it."""
     begin(ctx, **options)
     if ctx.rank == 1:
@@ -110,14 +114,15 @@ def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str
         assert job.hear(rank) == "done"
     for rank in ranks:
         job.say(rank, "go")
-    texts = []
-    for rank in ranks:
-        took, text = job.wait_rank(rank, 20).value
-        # On an idle machine the error comes within a tenth of the deadline. A busy machine runs the waiting thread
-        # later.
-        assert deadline * 0.95 < took < deadline * 1.1 + patience(0.5), took
-        texts.append(text)
-    return texts
+    found: list[Timed] = [job.wait_rank(rank, 20).value for rank in ranks]
+    first = min(began for began, _, _ in found)
+    for began, ended, _ in found:
+        # The first rank that waits reaches the deadline and fails the group, so a rank that has begun later waits for
+        # less. On an idle machine the error comes within a tenth of the deadline. A busy machine runs the waiting
+        # thread later.
+        assert ended - first > deadline * 0.95, (first, began, ended)
+        assert ended - began < deadline * 1.1 + patience(0.5), (first, began, ended)
+    return [text for _, _, text in found]
 
 
 @pytest.mark.parametrize("what", ["asleep", "computing"])
@@ -159,8 +164,8 @@ def test_a_rank_that_is_killed_while_others_wait_is_named_at_once() -> None:
         job.signal(1, signal.SIGKILL)
         assert job.hear(0) == "done"
         job.say(0, "go")
-        took, text = job.wait_rank(0, 20).value
-    assert took < TIMEOUT, took
+        began, ended, text = job.wait_rank(0, 20).value
+    assert ended - began < TIMEOUT, (began, ended)
     compare("hang_killed", text)
 
 
@@ -190,7 +195,7 @@ def swapped_calls(ctx: Context, names: list[str] | None = None) -> str | None:
         calls[ctx.rank]()
         calls[1 - ctx.rank]()
 
-    text = told(both)[1]
+    text = told(both)[2]
     ctx.tell("done")
     ctx.listen()
     return text
@@ -198,7 +203,7 @@ def swapped_calls(ctx: Context, names: list[str] | None = None) -> str | None:
 
 def different_shapes(ctx: Context, names: list[str] | None = None) -> str | None:
     begin(ctx, names)
-    text = told(lambda: reduce_it(3 + ctx.rank))[1]
+    text = told(lambda: reduce_it(3 + ctx.rank))[2]
     ctx.tell("done")
     ctx.listen()
     return text
@@ -209,7 +214,7 @@ def mismatched_groups(ctx: Context) -> str | None:
     begin(ctx)
     n = ctx.world_size
     groups = [dist.new_group([rank, (rank + 1) % n], timeout=timedelta(seconds=TIMEOUT)) for rank in range(n)]
-    text = told(lambda: dist.all_reduce(torch.ones(3), group=groups[ctx.rank]))[1]  # mark: waits in a group
+    text = told(lambda: dist.all_reduce(torch.ones(3), group=groups[ctx.rank]))[2]  # mark: waits in a group
     ctx.tell("done")
     ctx.listen()
     return text
@@ -242,7 +247,7 @@ def test_calls_that_do_not_match_are_shown(case: str, over_hosts: bool, request:
 def other_roots(ctx: Context, names: list[str]) -> str | None:
     """Each rank waits for the data of a broadcast whose root, it believes, is the other rank."""
     begin(ctx, names)
-    text = told(lambda: dist.broadcast(torch.ones(20_000), 1 - ctx.rank))[1]
+    text = told(lambda: dist.broadcast(torch.ones(20_000), 1 - ctx.rank))[2]
     ctx.tell("done")
     ctx.listen()
     return text
@@ -291,7 +296,12 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int
 # ---------------------------------------------------------------------------------------------------- the soft limit
 
 
-def slow(ctx: Context, soft_timeout: float | None = None) -> None:
+#: The soft limit of the tests in seconds.
+SOFT = 0.5
+
+
+def slow(ctx: Context, soft_timeout: float | None = None) -> float:
+    """Rank 1 is late. Returns the seconds for which this rank has waited after the test has let rank 1 go on."""
     import torch_sagellm
 
     ctx.init(pg_options=torch_sagellm.Options(soft_timeout=soft_timeout))
@@ -300,13 +310,16 @@ def slow(ctx: Context, soft_timeout: float | None = None) -> None:
     if ctx.rank == 1:
         while not ctx.conn.poll(0):
             time.sleep(0.01)  # mark: slow here
+    began = time.monotonic()
     works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(5)]
     for work in works:
         work.wait()
+    ended = time.monotonic()
     dist.destroy_process_group()
+    return ended - began
 
 
-@pytest.mark.parametrize(("process", "option"), [("0.5", None), ("0", 0.5)])
+@pytest.mark.parametrize(("process", "option"), [(str(SOFT), None), ("0", SOFT)])
 def test_one_line_at_the_soft_limit_and_the_operation_goes_on(process: str, option: float | None) -> None:
     """A rank that waits for longer than the soft limit logs one line, even with several pending operations. A rank that
     others wait for logs no line, and nothing fails. The group's option has priority over the limit of the process."""
@@ -318,10 +331,12 @@ def test_one_line_at_the_soft_limit_and_the_operation_goes_on(process: str, opti
             assert time.monotonic() < end, job.report()
             time.sleep(0.05)
         job.say(1, "go")
-        job.values()
+        took = job.values()[1]
         lines = [job.ranks[rank].output().splitlines() for rank in range(2)]
     found = [line for line in lines[0] if "has waited" in line]
-    assert len(found) == 1 and not lines[1], lines
+    assert len(found) == 1, lines
+    # Rank 1 waits for no one, unless the machine does not run rank 0 for so long.
+    assert not lines[1] or took >= SOFT, (took, lines)
     assert f":{line_of('mark: slow here')} in slow" in found[0], found
     compare("hang_soft_limit", found[0])
 
@@ -350,23 +365,36 @@ def test_a_soft_limit_below_zero_is_refused() -> None:
         )
 
 
-def quiet(ctx: Context) -> None:
-    """Operations that end in time, for several times the soft limit of the test."""
+#: The soft limit of `quiet` in seconds.
+QUIET = 0.3
+
+
+def quiet(ctx: Context) -> int:
+    """Makes operations for several times the soft limit of the test. Returns how many of them did not end in time,
+    because the machine did not run a rank."""
     ctx.init()
-    end = time.monotonic() + 2
+    late, before = 0, time.monotonic()
+    end = before + 2
     while True:
         going = torch.tensor([float(time.monotonic() < end)])
-        dist.broadcast(going, 0)
+        for call in (lambda going=going: dist.broadcast(going, 0), lambda: dist.all_reduce(torch.ones(3))):
+            call()
+            now = time.monotonic()
+            late, before = late + (now - before >= QUIET), now
         if not going.item():
             break
-        dist.all_reduce(torch.ones(3))
     dist.destroy_process_group()
+    return late
 
 
 def test_operations_that_end_in_time_ask_nobody() -> None:
-    with launch(quiet, 2, env={"SAGELLM_SOFT_TIMEOUT": "0.3"}) as job:
-        job.values()
-        assert not any(each.output() for each in job.ranks), job.report()
+    """A rank logs no more lines than it had operations that were late, which on a machine that does not stall are
+    none."""
+    with launch(quiet, 2, env={"SAGELLM_SOFT_TIMEOUT": str(QUIET)}) as job:
+        for each, late in zip(job.ranks, job.values(), strict=True):
+            lines = each.output().splitlines()
+            assert len([line for line in lines if "has waited" in line]) <= late, job.report()
+            assert late or not lines, job.report()
 
 
 def recorded(ctx: Context) -> str | None:
@@ -377,7 +405,7 @@ def recorded(ctx: Context) -> str | None:
         ctx.listen()
         return None
     work: Any = dist.all_reduce(torch.ones(3), async_op=True)  # mark: issued here
-    text = told(lambda: work.wait())[1]  # mark: waited for here
+    text = told(lambda: work.wait())[2]  # mark: waited for here
     ctx.tell("done")
     ctx.listen()
     return text
@@ -422,9 +450,7 @@ def receive_from(rank: int) -> None:
     dist.recv(torch.ones(3), rank)  # mark: receives here
 
 
-def late_on_hosts(
-    ctx: Context, names: list[str], what: str, victim: int, waits: str = "all"
-) -> tuple[float, str] | None:
+def late_on_hosts(ctx: Context, names: list[str], what: str, victim: int, waits: str = "all") -> Timed | None:
     """Like `late`, on two hosts that meet in a file. ``waits``: all ranks wait in a collective, or rank 0 waits for a
     message from the late rank or from any rank, while the other ranks wait for the test."""
     begin(ctx, names)
@@ -437,7 +463,7 @@ def late_on_hosts(
     found = told(
         {"all": reduce_it, "message": lambda: receive_from(victim), "anyone": lambda: dist.recv(torch.ones(3))}[waits]
     )
-    ctx.tell(found[1] if waits == "anyone" else "done")
+    ctx.tell(found[2] if waits == "anyone" else "done")
     ctx.listen()
     return found
 
@@ -462,8 +488,8 @@ def test_a_rank_on_another_host_that_is_killed_is_named_at_once(hosts: list[str]
         job.signal(1, signal.SIGKILL)
         assert job.hear(0) == "done"
         job.say(0, "go")
-        took, text = job.wait_rank(0, 20).value
-    assert took < HOSTS_TIMEOUT / 2, took
+        began, ended, text = job.wait_rank(0, 20).value
+    assert ended - began < HOSTS_TIMEOUT / 2, (began, ended)
     compare("hang_over_hosts_killed", text)
 
 
@@ -524,12 +550,12 @@ def test_a_sender_on_another_host_that_is_killed_is_named_at_once(hosts: list[st
         job.signal(1, signal.SIGKILL)
         assert job.hear(0) == "done"
         job.say(0, "go")
-        took, text = job.wait_rank(0, 20).value
-    assert took < HOSTS_TIMEOUT / 2, took
+        began, ended, text = job.wait_rank(0, 20).value
+    assert ended - began < HOSTS_TIMEOUT / 2, (began, ended)
     compare("hang_message_over_hosts_killed", text)
 
 
-def each_receives(ctx: Context, names: list[str]) -> tuple[float, str]:
+def each_receives(ctx: Context, names: list[str]) -> Timed:
     """Two ranks on two hosts that both receive first. Rank 0's deadline passes first."""
     net.enter(names[ctx.rank])
     ctx.init(
@@ -579,7 +605,7 @@ def test_under_a_delegate_a_stopped_rank_is_named_so() -> None:
         compare("hang_under_delegate_stopped", survivors(job, [0])[0])
 
 
-def late_with_a_future(ctx: Context) -> tuple[float, str] | None:
+def late_with_a_future(ctx: Context) -> Timed | None:
     """Waits as DDP does: for the future of an operation that several ranks have in flight."""
     begin(ctx, engine="delegate")
     if ctx.rank == 1:
@@ -599,7 +625,7 @@ def test_under_a_delegate_a_future_names_the_line_as_well() -> None:
     assert f"{Path(__file__).name}:{line_of('mark: asleep here')} in asleep" in text, text
 
 
-def late_after_a_refused_call(ctx: Context) -> tuple[float, str] | None:
+def late_after_a_refused_call(ctx: Context) -> Timed | None:
     """Rank 0 makes a call that the delegate refuses. Later rank 1 is late."""
     import torch_sagellm
 

@@ -28,8 +28,8 @@ SOON = 10.0
 
 def interrupted(ctx: Context, call: Callable[[], Any]) -> float:
     """Tells the test that the call begins now. Returns the time at which the call raised KeyboardInterrupt."""
-    ctx.tell("calling")
     try:
+        ctx.tell("calling")  # the test may send a signal from here on
         call()
     except KeyboardInterrupt:
         return time.monotonic()

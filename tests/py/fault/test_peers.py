@@ -85,6 +85,7 @@ def one_dies(ctx: Context, victim: int) -> dict[str, str]:
         for name, group in groups.items()
         if name != "others"
     }
+    ctx.tell("issued")
     said = {name: expect_raises(RuntimeError, work.wait) for name, work in pending.items()}
     sums_up(groups["others"])  # this group has lost no rank
     return said
@@ -96,10 +97,12 @@ def test_rule_25_a_death_is_noticed_in_every_group(victim: int) -> None:
     with launch(one_dies, 3, victim) as job:
         for rank in range(3):
             assert job.hear(rank) == "ready"
-        time.sleep(0.2)
+        others = [rank for rank in range(3) if rank != victim]
+        for rank in others:  # a death before that would fail the call that issues
+            assert job.hear(rank) == "issued"
         pid = job.pid(victim)
         job.signal(victim, signal.SIGKILL)
-        for rank in (rank for rank in range(3) if rank != victim):
+        for rank in others:
             outcome = job.wait_rank(rank, 30)
             assert outcome.code == 0 and outcome.value, job.report()
             for name, text in outcome.value.items():

@@ -92,9 +92,10 @@ def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
         turn += 1
         if turn == 3:
             # The timeout is not shortened earlier, because the first calls populate the memory, which takes long if
-            # many tests run at the same time.
-            dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=1))
+            # many tests run at the same time, and a rank may still be in such a call while another has left it.
             ctx.tell("running")
+            ctx.listen()
+            ctx.set_timeout(timedelta(seconds=1))
     if ctx.rank != victim:
         mine.fill_(123.0)
         result.fill_(124.0)
@@ -114,6 +115,8 @@ def stop_and_continue(kind: str, ranks: int, seed: int) -> None:
     with launch(until_it_fails, ranks, kind, victim) as job:
         for rank in range(ranks):
             assert job.hear(rank) == "running", job.report()
+        for rank in range(ranks):
+            job.say(rank, "go")
         time.sleep(draw.random() * 0.05)
         job.signal(victim, signal.SIGSTOP)
         others = [rank for rank in range(ranks) if rank != victim]
@@ -184,11 +187,11 @@ def abandoned(ctx: Context) -> None:
         work = dist.all_reduce(mine, async_op=True)
         dist.destroy_process_group()
         mine.fill_(99.0)
+        ctx.tell("left")
         time.sleep(0.3)
         assert (mine == 99).all(), "a rank that came late changed a tensor"
         del work
     else:
-        time.sleep(0.1)
         said = expect_raises(RuntimeError, lambda: dist.all_reduce(mine))
         assert "rank 1" in said, said
 
@@ -197,8 +200,9 @@ def test_rule_36_a_rank_that_leaves_in_the_middle_is_not_taken_for_one_that_is_d
     with launch(abandoned, 2) as job:
         for rank in range(2):
             assert job.hear(rank) == "ready"
-        for rank in range(2):
-            job.say(rank, "go")
+        job.say(1, "go")
+        assert job.hear(1) == "left"
+        job.say(0, "go")
         for rank in range(2):
             assert job.wait_rank(rank).code == 0, job.report()
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, Job, beyond_gloo, expect_raises, launch
+from harness import GROUP_TIMEOUT, Context, Job, beyond_gloo, expect_raises, launch
 from helpers import nothing_left
 
 pytestmark = beyond_gloo("it cannot shrink a group")
@@ -137,7 +137,7 @@ def test_wrong_ranks_are_refused_and_the_group_goes_on() -> None:
 
 
 def missing(ctx: Context) -> None:
-    ctx.init(timeout=timedelta(seconds=3))
+    ctx.init(operations=timedelta(seconds=3))
     if ctx.rank == 1:
         ctx.listen()
         os._exit(0)
@@ -161,7 +161,7 @@ def test_a_survivor_that_does_not_shrink_is_named_at_the_deadline() -> None:
 def missing_at_first(ctx: Context) -> None:
     import torch_sagellm
 
-    ctx.init(timeout=timedelta(seconds=4), pg_options=torch_sagellm.Options(engine="delegate"))
+    ctx.init(operations=timedelta(seconds=4), pg_options=torch_sagellm.Options(engine="delegate"))
     if ctx.rank == 2:
         ctx.listen()
         return
@@ -169,6 +169,7 @@ def missing_at_first(ctx: Context) -> None:
         expect_raises(RuntimeError, lambda: dist.shrink_group([2]))
     ctx.tell("ready")
     ctx.listen()
+    ctx.set_timeout(GROUP_TIMEOUT)
     dist.shrink_group([2])
     adds([0, 1], ctx.rank)
     dist.destroy_process_group()
