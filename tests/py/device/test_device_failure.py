@@ -127,8 +127,8 @@ def loads_meanwhile(ctx: Context, vendor: str) -> None:
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
     holds(value, 2)
-    on_device.backend_of(name)._set_default_timeout(timedelta(seconds=DEADLINE))
     dist.barrier()
+    on_device.backend_of(name)._set_default_timeout(timedelta(seconds=DEADLINE))
     load_lazily(device)
     if ctx.rank == 0:
         begin = time.monotonic()
@@ -159,11 +159,12 @@ def test_a_call_has_a_deadline_while_the_device_answers_no_query(vendor: str, li
 
 def waits_itself(ctx: Context) -> None:
     """A thread that gets the error from its own call does not get it a second time."""
-    _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE))
+    _, name = start(ctx, "nccl")
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
     holds(value, 2)
     dist.barrier()
+    ctx.set_timeout(timedelta(seconds=DEADLINE))
     if ctx.rank == 0:
         works = [dist.all_reduce(value, async_op=True) for _ in range(3)]
         for work in works:
@@ -371,11 +372,12 @@ def test_the_thread_that_issued_the_call_gets_the_exception(libraries: dict[str,
 
 
 def by_option(ctx: Context, how: str) -> Any:
-    _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE))
+    _, name = start(ctx, "nccl")
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
     holds(value, 2)
     dist.barrier()
+    ctx.set_timeout(timedelta(seconds=DEADLINE))
     if ctx.rank == 1:
         ctx.listen()
         os._exit(0)
@@ -393,9 +395,10 @@ def by_option(ctx: Context, how: str) -> Any:
 
 def blocks(ctx: Context) -> None:
     """With blocking waits a synchronous call that succeeds returns, and one that fails raises its error itself."""
-    _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE), delay=0.05)
+    _, name = start(ctx, "nccl", delay=0.05)
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
+    ctx.set_timeout(timedelta(seconds=DEADLINE))
     before = time.monotonic()
     if ctx.rank == 0:
         text = expect_raises(dist.DistBackendError, lambda: dist.all_reduce(value))

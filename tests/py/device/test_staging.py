@@ -484,7 +484,7 @@ def test_rule_21_a_dead_peer_ends_what_needs_it() -> None:
 
 
 def deadline(ctx: Context) -> None:
-    start(ctx, timeout=timedelta(seconds=2))
+    start(ctx, operations=timedelta(seconds=2))
     value = torch.empty(100, device="npu").fill_(1)
     if ctx.rank == 1:
         ctx.listen()

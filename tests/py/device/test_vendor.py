@@ -429,8 +429,9 @@ def peer_dies(ctx: Context, vendor: str) -> str:
 def hangs(ctx: Context, vendor: str) -> str:
     from datetime import timedelta
 
-    _, name = start(ctx, vendor, timeout=timedelta(seconds=3))
+    _, name = start(ctx, vendor)
     dist.all_reduce(torch.ones(10, device=name))
+    ctx.set_timeout(timedelta(seconds=3))
     if ctx.rank == 1:
         ctx.listen()
         os._exit(0)
@@ -469,8 +470,9 @@ def first_message_without_a_receive(ctx: Context, vendor: str) -> None:
     """A first message to rank 1, which dies or does not receive."""
     from datetime import timedelta
 
-    _, name = start(ctx, vendor, timeout=timedelta(seconds=3))
+    _, name = start(ctx, vendor)
     dist.barrier()
+    ctx.set_timeout(timedelta(seconds=3))
     if ctx.rank == 1:
         ctx.tell("ready")
         if ctx.listen() == "die":

@@ -24,6 +24,7 @@ from harness import Context, expect_raises, launch, run_fresh, torch_at_least
 from limits import patience
 from on_device import backend_of, counted, holds, total
 from simulated import CARD, ONE_CARD, VENDORS, NeedsSimulatorError, environment, exit_code, start
+from test_held_tensors import settled
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
@@ -74,14 +75,7 @@ def synchronous_memory(ctx: Context, vendor: str, native: bool) -> None:
     ]
     for form in forms:  # the first calls make everything that is made only once
         form()
-    torch.accelerator.synchronize(name)
-    deadline = time.monotonic() + 20
-    before = device.blocks() + 1
-    while device.blocks() < before and time.monotonic() < deadline:
-        # Waits until the memory that an earlier asynchronous call held has been released.
-        before = device.blocks()
-        time.sleep(0.1)
-    before = device.blocks()
+    before = settled(device)
     for at, form in enumerate(forms):
         with device.held():  # the call returns although no work on the device has begun
             form()
@@ -277,9 +271,9 @@ def joins_for_ever(ctx: Context, vendor: str, first: str = "all_reduce") -> None
     value = torch.ones(10, device=name)
     if ctx.rank == 2:
         ctx.listen()
-    ctx.tell("joins")
     begin = time.monotonic()
     try:
+        ctx.tell("joins")  # the test may send a signal from here on
         if first == "all_reduce":
             dist.all_reduce(value)
         else:
