@@ -233,24 +233,61 @@ enum LocalTransfer {
     Awaited { post: Arc<Post>, address: Address, buffer: Vec<u8>, bytes: usize },
 }
 
-/// A receive into memory that consists of pieces; `wait` copies the message into it.
+/// A receive into memory that consists of pieces; `wait` copies the message into it. A real link may write the memory
+/// as soon as the receive is posted, so meanwhile it holds other bytes: who reads it gets those, and who writes it is
+/// found out. If the receive is given up, the memory is as before.
 struct LocalInto {
-    received: Box<dyn Transfer>,
+    received: Option<Box<dyn Transfer>>,
     pieces: Vec<Span>,
+    /// What the memory held before.
+    before: Vec<u8>,
+}
+
+/// What the memory of a posted receive holds.
+const POSTED: u8 = 0xa5;
+
+impl LocalInto {
+    /// # Safety
+    /// As for `Link::receive_into`.
+    unsafe fn new(received: Box<dyn Transfer>, pieces: Vec<Span>) -> LocalInto {
+        let mut one = LocalInto { received: Some(received), before: vec![0; Pieces(&pieces).bytes()], pieces };
+        one.before = one.replace(&vec![POSTED; one.before.len()]);
+        one
+    }
+
+    /// Writes all of the memory. Returns what it held.
+    fn replace(&self, new: &[u8]) -> Vec<u8> {
+        let pieces = Pieces(&self.pieces);
+        let mut old = vec![0; new.len()];
+        // SAFETY: the caller of `receive_into` vouches for the memory until the transfer was waited for or dropped.
+        // Both buffers have the size of that memory.
+        unsafe {
+            pieces.read(0, old.as_mut_ptr(), old.len());
+            pieces.write(0, new.as_ptr(), new.len());
+        }
+        old
+    }
 }
 
 impl Transfer for LocalInto {
-    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
-        let bytes = Pieces(&self.pieces).bytes();
-        let message = self.received.wait(timeout)?;
-        // SAFETY: the caller of `receive_into` vouches for the memory until this wait has ended. The buffer has the
-        // size of that memory.
-        unsafe { Pieces(&self.pieces).write(0, message.as_ptr(), bytes) };
+    fn wait(mut self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
+        let received = self.received.take().expect("waited for once");
+        let message = received.wait(timeout).inspect_err(|_| drop(self.replace(&self.before)))?;
+        let held = self.replace(&message[..self.before.len()]);
+        assert!(held.iter().all(|byte| *byte == POSTED), "memory of a posted receive was written");
         Ok(Vec::new())
     }
 
     fn ends_within(&self, timeout: Duration) -> bool {
-        self.received.ends_within(timeout)
+        self.received.as_ref().is_none_or(|received| received.ends_within(timeout))
+    }
+}
+
+impl Drop for LocalInto {
+    fn drop(&mut self) {
+        if self.received.is_some() {
+            self.replace(&self.before);
+        }
     }
 }
 
@@ -276,7 +313,9 @@ impl Link for LocalLink {
 
     unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
         let bytes = Pieces(&pieces).bytes();
-        Ok(Box::new(LocalInto { received: self.receive(peer, tag, vec![0; bytes], bytes)?, pieces }))
+        let received = self.receive(peer, tag, vec![0; bytes], bytes)?;
+        // SAFETY: the caller vouches for the memory.
+        Ok(Box::new(unsafe { LocalInto::new(received, pieces) }))
     }
 
     unsafe fn send_from(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {

@@ -74,7 +74,7 @@ fn data(bytes: usize, words: [usize; 4]) -> Vec<u8> {
 }
 
 fn size(turn: usize) -> usize {
-    [0, 1, 8, 100, 16 << 10, (16 << 10) + 1, 65_000, 1 << 20, 3_000_001][turn % 9]
+    [0, 1, 8, 100, 16 << 10, (16 << 10) + 1, 65_000, 256 << 10, (256 << 10) + 1, 1 << 20, 3_000_001][turn % 11]
 }
 
 #[test]
@@ -113,25 +113,34 @@ fn messages_of_each_tag_arrive_in_order_whatever_their_size() {
     }
 }
 
+/// Short messages, bodies that may be sent before they are asked for, and longer ones. Each of these sums is more than
+/// may be under way.
 #[test]
 fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
     for over in carriers() {
-        println!("{over:?}");
-        let (wires, store) = (wires_over(&over, 2), Memory::default());
-        as_ranks(&wires, &store, 1, |me, link| {
-            const COUNT: usize = 20_000;
-            if me == 0 {
-                let sending: Vec<_> =
-                    (0..COUNT).map(|turn| link.send(1, 0, data(200, [turn, 0, 0, 0]), 200).unwrap()).collect();
-                sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
-            } else {
-                std::thread::sleep(Duration::from_millis(200));
-                for turn in 0..COUNT {
-                    let came = link.receive(0, 0, vec![0; 200], 200).unwrap().wait(PATIENT).unwrap();
-                    assert!(came == data(200, [turn, 0, 0, 0]), "message {turn}");
+        for (bytes, count) in [(200, 20_000), (100_000, 60), (300_000, 10)] {
+            println!("{over:?}, {bytes} bytes");
+            let (wires, store) = (wires_over(&over, 2), Memory::default());
+            let begin = AtomicBool::new(false);
+            as_ranks(&wires, &store, 1, |me, link| {
+                let message = |turn| data(bytes, [turn, 0, 0, 0]);
+                if me == 0 {
+                    let sending: Vec<_> =
+                        (0..count).map(|turn| link.send(1, 0, message(turn), bytes).unwrap()).collect();
+                    assert!(!sending[count - 1].ends_within(Duration::from_millis(100)), "nobody receives yet");
+                    begin.store(true, Ordering::Relaxed);
+                    sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
+                } else {
+                    while !begin.load(Ordering::Relaxed) {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    for turn in 0..count {
+                        let came = link.receive(0, 0, vec![0; bytes], bytes).unwrap().wait(PATIENT).unwrap();
+                        assert!(came == message(turn), "message {turn}");
+                    }
                 }
-            }
-        });
+            });
+        }
     }
 }
 
@@ -399,10 +408,12 @@ fn memory_of_a_lanes_transfer_is_not_used_after_it_was_dropped() {
     for over in carriers() {
         println!("{over:?}");
         let (wires, store) = (wires_over(&over, 2), Memory::default());
-        for round in 0..24u64 {
-            let (drops_first, late) = (round % 2 == 0, Duration::from_micros(300 * (round / 2)));
+        for round in 0..48u64 {
+            // The shorter body is sent before it is asked for.
+            let bytes = if round < 24 { 8 << 20 } else { 200_000 };
+            let (drops_first, late) = (round % 2 == 0, Duration::from_micros(300 * (round % 24 / 2)));
             as_ranks(&wires, &store, 1 + round as u8, |me, link| {
-                let (mut memory, number) = (vec![me as u8 + 1; 8 << 20], 7);
+                let (mut memory, number) = (vec![me as u8 + 1; bytes], 7);
                 let middle = memory.len() / 2;
                 let base = memory.as_mut_ptr() as usize;
                 let pieces = vec![Span { addr: base, bytes: middle }, Span { addr: base + middle, bytes: middle }];

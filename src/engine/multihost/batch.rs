@@ -11,9 +11,9 @@ use std::time::Duration;
 use super::frames::FrameHeader;
 use super::host_map::HostMap;
 use super::step::{Arrived, Incoming, Outgoing, Take};
-use super::transport::{AFTER_DEADLINE, Transport};
+use super::transport::{AFTER_DEADLINE, Exchange, Posted, Transport};
 use super::vector::{Vector, cut, span, whole, written};
-use crate::algorithms::{Algorithm, How, Recv, Schedule};
+use crate::algorithms::{Algorithm, How, Recv, Schedule, Step};
 use crate::engine::Told;
 use crate::error::{Error, Result};
 use crate::fusion::planner::Batch;
@@ -163,6 +163,16 @@ impl BatchRun<'_> {
         let ranges =
             |parts: &[Range<usize>]| -> Vec<Range<usize>> { parts.iter().cloned().flatten().map(ranges).collect() };
         let segment = numbers.map_or(usize::MAX, |(vector, _)| vector.segment());
+        let pieces = |ranges: &[Range<usize>]| ranges.iter().flat_map(|range| cut(spans, range)).collect();
+        let receives = |step: &Step| -> Vec<Incoming> {
+            let incoming = |recv: &Recv| {
+                let ranges = ranges(&recv.parts);
+                let bytes = ranges.iter().map(ExactSizeIterator::len).sum();
+                Incoming { peer: members[recv.peer], bytes, into: (recv.how == How::Copy).then(|| pieces(&ranges)) }
+            };
+            step.recvs.iter().map(incoming).collect()
+        };
+        let mut posted: Option<Posted> = None;
         for k in 0..schedule.steps() {
             let step = schedule.step(position, k);
             let into: Vec<Vec<Range<usize>>> = step.recvs.iter().map(|recv| ranges(&recv.parts)).collect();
@@ -175,21 +185,17 @@ impl BatchRun<'_> {
                 .filter(|(recv, _)| recv.how != How::Copy)
                 .flat_map(|(_, all)| all)
                 .collect();
-            let sends = step.sends.iter().map(|send| {
-                let out = ranges(&send.parts);
-                let stays = !out.iter().any(|range| combined.iter().any(|other| overlap(range, other)));
-                let pieces = out.iter().flat_map(|range| cut(spans, range)).collect();
-                Outgoing { peer: members[send.peer], pieces, stays }
-            });
-            let receives = step.recvs.iter().zip(&into).map(|(recv, ranges)| {
-                let pieces = || ranges.iter().flat_map(|range| cut(spans, range)).collect();
-                Incoming {
-                    peer: members[recv.peer],
-                    bytes: ranges.iter().map(ExactSizeIterator::len).sum(),
-                    into: (recv.how == How::Copy).then(pieces),
-                }
-            });
-            let (sends, receives) = (sends.collect::<Vec<_>>(), receives.collect());
+            let sends: Vec<Outgoing> = step
+                .sends
+                .iter()
+                .map(|send| {
+                    let out = ranges(&send.parts);
+                    let stays = !out.iter().any(|range| combined.iter().any(|other| overlap(range, other)));
+                    Outgoing { peer: members[send.peer], pieces: pieces(&out), stays }
+                })
+                .collect();
+            let next = (k + 1 < schedule.steps()).then(|| schedule.step(position, k + 1));
+            let next = next.filter(|next| is_apart(&step, next)).map(|next| receives(&next));
             let mut each = |index: usize, Arrived { at, data, .. }: Arrived| {
                 if let Some((vector, start)) = numbers {
                     let before = step.recvs[index].how == How::ReduceAfter;
@@ -203,10 +209,19 @@ impl BatchRun<'_> {
             };
             let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
             let take = if ordered { Take::Together(&mut together) } else { Take::Each(&mut each) };
+            let (header, deadline, is_ahead) = (self.header, self.deadline, next.is_some());
+            let receives = match posted.take() {
+                Some(posted) => posted,
+                // SAFETY: as below.
+                None => unsafe { self.transport.post(&header, receives(&step), segment) }?,
+            };
+            let next = next.unwrap_or_default();
+            let messages = Exchange { header, deadline, segment, sends: &sends, receives, next };
             // SAFETY: the memory belongs to the batch, which outlives the call, and no other thread uses it. In this
-            // step nothing is received or combined into the memory of sends that stay.
-            let issued =
-                unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, segment, take) }?;
+            // step nothing is received or combined into the memory of sends that stay, and while this step uses memory,
+            // no data of the next step arrives in it (`is_apart`).
+            let (issued, ahead) = unsafe { self.transport.step(messages, take) }?;
+            posted = is_ahead.then_some(ahead);
             self.header.issued = self.header.issued.min(issued);
         }
         Ok(())
@@ -231,6 +246,20 @@ impl HostCall {
         let (inputs, outputs, in_blocks, out_blocks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         HostCall { kind, dtype: Dtype::Bytes, op: ReduceOp::Sum, root: 0, inputs, outputs, in_blocks, out_blocks }
     }
+}
+
+/// Whether the receives of the next step may be posted before this step ends. What they copy to memory must not be
+/// memory that this step receives or combines, or that it sends to another rank. A rank that gets a part in this step
+/// sends it in the next one only after it has received all of it.
+fn is_apart(step: &Step, next: &Step) -> bool {
+    let meet = |some: &[Range<usize>], others: &[Range<usize>]| {
+        some.iter().any(|range| others.iter().any(|other| overlap(range, other)))
+    };
+    next.recvs.iter().filter(|recv| recv.how == How::Copy).all(|recv| {
+        let sent = step.sends.iter().any(|send| send.peer != recv.peer && meet(&send.parts, &recv.parts));
+        let received = step.recvs.iter().any(|before| meet(&before.parts, &recv.parts));
+        !sent && !received
+    })
 }
 
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
@@ -300,4 +329,42 @@ fn covered(ranges: &[Range<usize>], message: Range<usize>) -> Vec<(Range<usize>,
         begin += range.len();
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::algorithms::Send;
+
+    #[test]
+    fn receives_are_posted_a_step_ahead_where_no_other_rank_uses_the_memory() {
+        let is_ahead = |algorithm, kind, ranks: usize| {
+            let schedule = Schedule::new(algorithm, kind, ranks, 0, 1).unwrap();
+            (0..ranks).all(|me| {
+                let steps: Vec<Step> = (0..schedule.steps()).map(|k| schedule.step(me, k)).collect();
+                steps.len() > 1 && steps.windows(2).all(|two| is_apart(&two[0], &two[1]))
+            })
+        };
+        assert!(is_ahead(Algorithm::Ring, Kind::AllGather, 4));
+        assert!(is_ahead(Algorithm::TwoStep, Kind::AllReduce, 4));
+        assert!(is_ahead(Algorithm::TwoStep, Kind::Broadcast, 4));
+        assert!(is_ahead(Algorithm::Binomial, Kind::Broadcast, 8));
+        assert!(is_ahead(Algorithm::Halving, Kind::AllReduce, 2));
+        assert!(is_ahead(Algorithm::Halving, Kind::AllReduce, 4));
+    }
+
+    #[test]
+    fn a_receive_is_not_posted_while_its_memory_is_in_use() {
+        let recv = |peer, part: usize, how| Recv { peer, parts: vec![part..part + 1], how };
+        let step = Step {
+            sends: vec![Send { peer: 1, parts: vec![0..2] }],
+            recvs: vec![recv(2, 5, How::ReduceAfter), recv(2, 6, How::Copy)],
+        };
+        let next = |peer, part, how| Step { sends: Vec::new(), recvs: vec![recv(peer, part, how)] };
+        assert!(is_apart(&step, &next(3, 7, How::Copy)));
+        assert!(is_apart(&step, &next(1, 0, How::Copy)), "rank 1 has received it before it sends it");
+        assert!(!is_apart(&step, &next(2, 1, How::Copy)), "rank 1 may still receive it");
+        assert!(!is_apart(&step, &next(2, 5, How::Copy)) && !is_apart(&step, &next(2, 6, How::Copy)));
+        assert!(is_apart(&step, &next(2, 5, How::ReduceAfter)), "what is combined arrives in a buffer");
+    }
 }

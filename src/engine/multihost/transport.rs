@@ -44,6 +44,22 @@ struct Body {
     buffer: Vec<u8>,
 }
 
+/// The posted receives of a step. If they are dropped, they are given up.
+#[derive(Default)]
+pub struct Posted(Vec<Body>);
+
+/// The messages of one step of a schedule.
+pub struct Exchange<'a> {
+    pub header: FrameHeader,
+    pub deadline: u64,
+    /// The size of the segments of a message that the receiver combines. Equal on both sides.
+    pub segment: usize,
+    pub sends: &'a [Outgoing],
+    pub receives: Posted,
+    /// The receives of the next step that can be posted now. Then its data need not wait for a request.
+    pub next: Vec<Incoming>,
+}
+
 /// The messages of one lane of a group, which never match those of the other lane.
 pub struct Transport {
     link: Arc<dyn Link>,
@@ -152,14 +168,11 @@ impl Transport {
         }
     }
 
-    /// One step: posts the receives, starts a send to each peer in `sends`, then completes the receives. If a receive
-    /// has no `into`, its data is passed to `take` in pieces of about `segment` bytes. `segment` must be equal on both
-    /// sides. Returns the smallest `issued` of all headers. After this returns, even with an error, the memory of the
-    /// step is no longer used.
+    /// Posts receives, runs one step with them, and returns the smallest `issued` of all headers. After this returns,
+    /// even with an error, the memory of the step is no longer used.
     ///
     /// # Safety
-    /// All pieces must be valid during the call. Nothing else may write the pieces of `sends` that stay, or use those
-    /// of `receives`. These two sets must not overlap.
+    /// As for `step`; the receives use the memory from now on.
     pub unsafe fn exchange(
         &mut self,
         header: FrameHeader,
@@ -169,15 +182,41 @@ impl Transport {
         segment: usize,
         take: Take,
     ) -> Result<u64> {
-        const ON_THEIR_WAY: usize = 4;
-        self.at = header.step();
+        // SAFETY: the caller vouches for the memory. The receives end within `step`.
+        let receives = unsafe { self.post(&header, receives, segment) }?;
+        let step = Exchange { header, deadline, segment, sends, receives, next: Vec::new() };
+        // SAFETY: the caller vouches for the memory.
+        unsafe { self.step(step, take) }.map(|(issued, _)| issued)
+    }
+
+    /// Posts the receives of a step.
+    ///
+    /// # Safety
+    /// All pieces must be valid, and unused by others, until the result was dropped or passed to a `step` that has
+    /// returned.
+    pub unsafe fn post(&mut self, header: &FrameHeader, receives: Vec<Incoming>, segment: usize) -> Result<Posted> {
         let mut bodies = Vec::with_capacity(receives.len());
         for incoming in receives {
             self.expect(incoming.peer)?;
-            // SAFETY: the caller vouches for the memory. The result of `expect_data` is dropped when this function
-            // returns.
-            bodies.push(unsafe { self.expect_data(incoming, &header, segment) }?);
+            // SAFETY: the caller vouches for the memory.
+            bodies.push(unsafe { self.expect_data(incoming, header, segment) }?);
         }
+        Ok(Posted(bodies))
+    }
+
+    /// One step: starts a send to each peer in `sends`, posts the receives of the next step, then completes the posted
+    /// receives of this step. If a receive has no `into`, its data is passed to `take` in pieces of about `segment`
+    /// bytes. Returns the smallest `issued` of all headers, and the receives of the next step. After this returns, the
+    /// memory of this step is no longer used; after an error, that of the next step neither.
+    ///
+    /// # Safety
+    /// All pieces must be valid during the call, and those of `next` as `post` says. Nothing else may write the pieces
+    /// of `sends` that stay, or use those of the receives. These sets must not overlap, except that a peer may return in
+    /// `next` what it got in this step.
+    pub unsafe fn step(&mut self, step: Exchange, take: Take) -> Result<(u64, Posted)> {
+        const ON_THEIR_WAY: usize = 4;
+        let Exchange { header, deadline, segment, sends, receives: Posted(bodies), next } = step;
+        self.at = header.step();
         let mut held = Vec::new();
         for outgoing in sends {
             let peer = outgoing.peer;
@@ -186,10 +225,12 @@ impl Transport {
                 return Err(error);
             }
             let settled = self.settle(peer, ON_THEIR_WAY, deadline);
-            // SAFETY: as above. `held` is emptied or dropped before this function returns.
+            // SAFETY: the caller vouches for the memory. `held` is emptied or dropped before this function returns.
             let sent = settled.and_then(|()| unsafe { self.send_data(&header, outgoing, segment, &mut held) });
             sent.map_err(|error| self.last_word(peer, &header, error))?;
         }
+        // SAFETY: the caller vouches for the memory.
+        let next = unsafe { self.post(&header, next, segment) }?;
         let mut issued = header.issued;
         match take {
             Take::Each(take) => {
@@ -202,7 +243,7 @@ impl Transport {
         for (peer, transfer) in held {
             self.finish_held(peer, transfer, &header, deadline)?;
         }
-        Ok(issued)
+        Ok((issued, next))
     }
 
     /// Waits for a send from memory of the operation. The send ends when the receiver has received it. If a frame of

@@ -2,8 +2,8 @@
 //!
 //! A short message of a lane is sent at once, if the receiver has consumed enough of the earlier ones (`peer`). The
 //! receiver keeps it until a receive is posted. A longer message is a body: when its receive is posted, the receiver
-//! sends Want, and then the sender sends the body. So if the receive is posted ahead, no latency is added, and a body
-//! is never stored on the way.
+//! sends Want. A long body is sent when its Want has come, so it is never stored on the way; if the receive is posted
+//! ahead, no latency is added. A shorter body of a lane is sent before that (`peer`).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -16,7 +16,7 @@ use super::peer::{Peer, SHORT, Waiting};
 use super::receiver::{Origin, Receiver};
 use super::transfer::{End, Event, Events, Outgoing, Slot, Target};
 use super::{ProcessId, locked};
-use crate::engine::multihost::link::{LONGEST_MAIL, Mailbox};
+use crate::engine::multihost::link::{LONGEST_MAIL, MOST_BODIES, Mailbox};
 use crate::error::{Error, Result};
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
@@ -253,24 +253,36 @@ impl Channel {
         Ok(())
     }
 
-    /// Posts a receive of a body, and sends Want to the peer.
+    /// Posts a receive of a body, and sends Want to the peer, also if the body has arrived: then the Want says that the
+    /// body has been taken.
     pub fn receive_body(&self, rank: usize, number: u64, waiting: Waiting, events: &mut Events) -> Result<()> {
         let mut state = self.lock();
         let from = &mut state.peers[rank];
-        Channel::check_reached(rank, from)?;
+        let arrived = from.take_body(number);
+        if arrived.is_none() {
+            Channel::check_reached(rank, from)?;
+        }
         fault_points::reached(FaultPoint::BodyWanted);
         let frame = Frame { number, ..self.frame(Kind::Want, waiting.bytes) };
-        from.want(number, waiting);
-        from.connected().push(&self.driving, Outgoing::control(frame), events);
+        let connection = Arc::clone(from.connected());
+        let Some(body) = arrived else {
+            from.want(number, waiting);
+            connection.push(&self.driving, Outgoing::control(frame), events);
+            return Ok(());
+        };
+        drop(state);
+        connection.push(&self.driving, Outgoing::control(frame), events);
+        hand_over(waiting, &body, events);
         Ok(())
     }
 
-    /// Sends a body now if the peer has sent Want for it, otherwise when the Want arrives.
+    /// Sends a body now if the peer has sent Want for it, or if it may be sent ahead; otherwise when the Want arrives.
     pub fn send_body(&self, rank: usize, number: u64, waiting: Waiting, events: &mut Events) -> Result<()> {
         let mut state = self.lock();
         let to = &mut state.peers[rank];
         Channel::check_reached(rank, to)?;
-        if let Some((bytes, waiting)) = to.offer(number, waiting) {
+        let may_go_ahead = number >= MOST_BODIES && to.connected().keeps_order();
+        if let Some((bytes, waiting)) = to.offer(number, waiting, may_go_ahead) {
             let frame = Frame { number, ..self.frame(Kind::Want, bytes as usize) };
             self.send_wanted(to.connected(), frame, waiting, events);
         }
@@ -351,6 +363,18 @@ impl Channel {
     }
 }
 
+/// Copies a body that was received before its receive was posted.
+fn hand_over(waiting: Waiting, body: &[u8], events: &mut Events) {
+    let Waiting { mut memory, bytes, end, .. } = waiting;
+    let fits = body.len() == bytes;
+    let outcome =
+        if fits { Ok(()) } else { Err(format!("a message of {} bytes matched a receive of {bytes}", body.len())) };
+    if fits {
+        memory.write(0, body);
+    }
+    end.tell(outcome, memory, events);
+}
+
 impl Receiver for Channel {
     fn control(&self, from: Origin, frame: Frame, events: &mut Events) -> std::result::Result<(), String> {
         let rank = self.rank_of(from.peer)?;
@@ -404,6 +428,7 @@ impl Receiver for Channel {
         let posted = match frame.kind {
             Kind::Message => peer.take_posted(frame.tag),
             Kind::Body => match peer.take_want(frame.number) {
+                None if frame.number >= MOST_BODIES && peer.keeps(frame.data()) => None,
                 None => return Ok(Target::Discard), // the receive was given up
                 found => found,
             },
@@ -437,6 +462,19 @@ impl Receiver for Channel {
             Target::Fresh(data) if frame.kind == Kind::Mail => {
                 let channel = self.owned();
                 events.list.push(Event::Call(Box::new(move || channel.give_mail(rank, data))));
+            }
+            Target::Fresh(data) if frame.kind == Kind::Body => {
+                let mut state = self.lock();
+                let peer = &mut state.peers[rank];
+                // A receive may have been posted while the data arrived. Nobody gives it up meanwhile, because that
+                // needs the lock of the connection's reading side.
+                match peer.take_want(frame.number) {
+                    Some(waiting) => {
+                        drop(state);
+                        hand_over(waiting, &data, events);
+                    }
+                    None => peer.keep_body(frame.number, data),
+                }
             }
             Target::Fresh(data) => {
                 let mut state = self.lock();

@@ -77,6 +77,12 @@ impl Connection {
         }
     }
 
+    /// Whether frames are received one after the other, in the order in which they were sent. UCX receives long frames
+    /// at the same time.
+    pub fn keeps_order(&self) -> bool {
+        !matches!(self.sockets, Sockets::Carried(_))
+    }
+
     pub fn broken(&self) -> Option<&str> {
         match &self.sockets {
             Sockets::Single(single) => single.broken(),

@@ -1,5 +1,7 @@
 //! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
-//! the short messages; a body is sent only after the receiver has asked for it.
+//! the short messages. A receiver asks for each body with a Want. A lane's body of at most `AHEAD` bytes is sent before
+//! its Want has come, so that it takes one latency instead of two, while such bodies have at most `WINDOW` bytes; other
+//! bodies wait for their Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for it.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -14,7 +16,10 @@ use super::transfer::End;
 
 /// Longest message of a lane that is sent without a Want from the receiver.
 pub const SHORT: usize = 16 << 10;
-/// At most this many bytes of such messages, headers included, may be in flight to one peer.
+/// Longest body of a lane that is sent before the receiver has asked for it.
+pub const AHEAD: usize = 256 << 10;
+/// At most this many bytes of short messages, headers included, may be in flight to one peer, and as many of bodies for
+/// which the peer has not asked yet.
 const WINDOW: usize = 1 << 20;
 
 /// A posted receive, or a send that is not sent yet.
@@ -48,6 +53,12 @@ pub struct Peer {
     wanted: HashMap<u64, VecDeque<u64>>,
     unwanted: HashMap<u64, VecDeque<Waiting>>,
     wants: HashMap<u64, VecDeque<Waiting>>,
+    /// Bodies that this rank has sent and whose Want has not come: how many by number, and their bytes.
+    sent_ahead: HashMap<u64, usize>,
+    ahead: usize,
+    /// Bodies that have arrived and have no posted receive, and their bytes.
+    early: HashMap<u64, VecDeque<Vec<u8>>>,
+    kept: usize,
 }
 
 fn push<K: Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K, value: V) {
@@ -80,6 +91,10 @@ impl Peer {
             wanted: HashMap::new(),
             unwanted: HashMap::new(),
             wants: HashMap::new(),
+            sent_ahead: HashMap::new(),
+            ahead: 0,
+            early: HashMap::new(),
+            kept: 0,
         }
     }
 
@@ -218,8 +233,17 @@ impl Peer {
         pop(&mut self.wants, number, false)
     }
 
-    /// The peer asks for a body of `bytes` bytes. Returns the send if it has begun; otherwise it is remembered.
+    /// The peer asks for a body of `bytes` bytes. Returns the send if it waits for this. If the body was sent ahead, that
+    /// is only recorded; if the send has not begun, the request is remembered.
     pub fn asks(&mut self, number: u64, bytes: u64) -> Option<Waiting> {
+        if let Some(count) = self.sent_ahead.get_mut(&number) {
+            *count -= 1;
+            if *count == 0 {
+                self.sent_ahead.remove(&number);
+            }
+            self.ahead = self.ahead.saturating_sub(bytes as usize);
+            return None;
+        }
         let send = pop(&mut self.unwanted, number, false);
         if send.is_none() {
             push(&mut self.wanted, number, bytes);
@@ -227,15 +251,38 @@ impl Peer {
         send
     }
 
-    /// Adds the send of a body. Returns the send, and the size that the peer has asked for, if the peer has asked.
-    pub fn offer(&mut self, number: u64, send: Waiting) -> Option<(u64, Waiting)> {
-        match pop(&mut self.wanted, number, false) {
-            Some(bytes) => Some((bytes, send)),
-            None => {
-                push(&mut self.unwanted, number, send);
-                None
-            }
+    /// Adds the send of a body. Returns the send if it may begin now, with the size that the peer has asked for, or with
+    /// its own size if the peer has not asked and it is sent ahead. Otherwise it waits for `asks`.
+    pub fn offer(&mut self, number: u64, send: Waiting, may_go_ahead: bool) -> Option<(u64, Waiting)> {
+        if let Some(bytes) = pop(&mut self.wanted, number, false) {
+            return Some((bytes, send));
         }
+        let is_next = !self.unwanted.contains_key(&number);
+        if may_go_ahead && is_next && send.bytes <= AHEAD && self.ahead + send.bytes <= WINDOW {
+            self.ahead += send.bytes;
+            *self.sent_ahead.entry(number).or_default() += 1;
+            return Some((send.bytes as u64, send));
+        }
+        push(&mut self.unwanted, number, send);
+        None
+    }
+
+    /// Whether a body that has no posted receive is kept for a later one. A longer body, or more of them, can only belong
+    /// to receives that were given up.
+    pub fn keeps(&self, bytes: usize) -> bool {
+        bytes <= AHEAD && self.kept + bytes <= WINDOW
+    }
+
+    /// Keeps a body that has no posted receive.
+    pub fn keep_body(&mut self, number: u64, body: Vec<u8>) {
+        self.kept += body.len();
+        push(&mut self.early, number, body);
+    }
+
+    pub fn take_body(&mut self, number: u64) -> Option<Vec<u8>> {
+        let body = pop(&mut self.early, number, false)?;
+        self.kept -= body.len();
+        Some(body)
     }
 
     /// Removes the bodies that `is_it` selects.
@@ -244,5 +291,54 @@ impl Peer {
             lists.values_mut().for_each(|list| list.retain(|one| !is_it(&one.end)));
             lists.retain(|_, list| !list.is_empty());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer() -> Peer {
+        Peer::new(ProcessId::default())
+    }
+
+    fn body(bytes: usize) -> Waiting {
+        Waiting { memory: Memory::Owned(Vec::new()), bytes, end: End::Nobody, counted: None }
+    }
+
+    #[test]
+    fn bodies_go_ahead_while_they_fit_into_the_window() {
+        let mut peer = peer();
+        let began = (0..6).map(|_| peer.offer(7, body(AHEAD), true).is_some()).collect::<Vec<_>>();
+        assert_eq!(began, [true, true, true, true, false, false]);
+        assert!(peer.offer(8, body(1), true).is_none(), "the window is full for every number");
+        assert!(peer.offer(9, body(AHEAD), false).is_none());
+        // Each Want counts for the oldest body of its number. The first four were sent.
+        assert!((0..4).all(|_| peer.asks(7, AHEAD as u64).is_none()));
+        assert!(peer.offer(7, body(1), true).is_none(), "two earlier bodies of this number wait for their Want");
+        assert!(peer.offer(8, body(1), true).is_none(), "an earlier one waits");
+        assert!((0..3).all(|_| peer.asks(7, AHEAD as u64).is_some()));
+        assert!(peer.offer(7, body(AHEAD), true).is_some(), "the window is empty again");
+    }
+
+    #[test]
+    fn a_body_that_was_asked_for_does_not_count_as_sent_ahead() {
+        let mut peer = peer();
+        for _ in 0..100 {
+            assert!(peer.asks(7, 5).is_none());
+            assert_eq!(peer.offer(7, body(AHEAD), true).map(|(bytes, _)| bytes), Some(5), "what the peer asked for");
+        }
+        assert!(peer.offer(7, body(AHEAD + 1), true).is_none(), "a longer body waits");
+        assert_eq!((peer.ahead, peer.sent_ahead.len()), (0, 0));
+    }
+
+    #[test]
+    fn no_more_is_kept_than_a_peer_may_send_ahead() {
+        let mut peer = peer();
+        assert!(!peer.keeps(AHEAD + 1));
+        (0..4).for_each(|at| peer.keep_body(at % 2, vec![at as u8; AHEAD]));
+        assert!(!peer.keeps(1));
+        assert_eq!(peer.take_body(1).map(|body| body[0]), Some(1));
+        assert!(peer.keeps(AHEAD) && peer.take_body(1).map(|body| body[0]) == Some(3) && peer.take_body(1).is_none());
     }
 }
