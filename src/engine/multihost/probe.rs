@@ -33,8 +33,9 @@ use crate::os::watch::PerProcess;
 use crate::select::inter::LinkFacts;
 use crate::types::{Kind, Request};
 
+/// Both are sent without waiting for a request (`wire/peer`), so that their times differ by that of the bytes only.
 const SMALL: usize = 64 << 10;
-const LARGE: usize = 320 << 10;
+const LARGE: usize = 256 << 10;
 /// If the latency, or the time of the bytes of a large message, is above this many nanoseconds, fewer rounds suffice,
 /// because disturbances are short in comparison.
 const SLOW_LATENCY: u64 = 2_000_000;
