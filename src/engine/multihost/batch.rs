@@ -355,9 +355,10 @@ mod tests {
 
     #[test]
     fn a_receive_is_not_posted_while_its_memory_is_in_use() {
-        let recv = |peer, part: usize, how| Recv { peer, parts: vec![part..part + 1], how };
+        let parts = |range: Range<usize>| std::iter::once(range).collect::<Vec<_>>();
+        let recv = |peer, part: usize, how| Recv { peer, parts: parts(part..part + 1), how };
         let step = Step {
-            sends: vec![Send { peer: 1, parts: vec![0..2] }],
+            sends: vec![Send { peer: 1, parts: parts(0..2) }],
             recvs: vec![recv(2, 5, How::ReduceAfter), recv(2, 6, How::Copy)],
         };
         let next = |peer, part, how| Step { sends: Vec::new(), recvs: vec![recv(peer, part, how)] };

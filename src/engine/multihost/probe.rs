@@ -151,8 +151,9 @@ impl Probe<'_> {
         both
     }
 
-    /// Average nanoseconds of a round with the ranks `with`. If `with` is empty, rounds only advance `number`, which
-    /// must stay equal on all hosts.
+    /// Average nanoseconds of a round with the ranks `with`. If one rank is ahead of the other by a part of a latency,
+    /// its rounds are too long and too short by this part in turn, so a measurement needs an even number of them. If
+    /// `with` is empty, rounds only advance `number`, which must stay equal on all hosts.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();
@@ -208,7 +209,7 @@ impl Probe<'_> {
         let [_, first] = self.worst([0, first])?;
         // Subtract the round trips in which TCP opens its window. The rest is the time of the bytes.
         let slow = first.saturating_sub(2 * u64::from(OPENS) * alpha_ns) > SLOW_RATE;
-        let (opening, blocks, times) = if slow { (0, 1, 1) } else { (u64::from(OPENS).min(OPENING / alpha_ns), 2, 3) };
+        let (opening, blocks, times) = if slow { (0, 1, 2) } else { (u64::from(OPENS).min(OPENING / alpha_ns), 2, 4) };
         let mut slowest = 0;
         for partner in &turns {
             for _ in 0..opening {

@@ -275,7 +275,8 @@ impl Transport {
             return Some(error);
         }
         let frame = self.peers.get_mut(&peer)?.arrived_frame()?;
-        let said = refusal(&self.names, peer, own, &frame).or_else(|| own.disagreement(self.names.me, peer, &unframe(&frame).2, DIFFERED_BEFORE));
+        let said = refusal(&self.names, peer, own, &frame)
+            .or_else(|| own.disagreement(self.names.me, peer, &unframe(&frame).2, DIFFERED_BEFORE));
         self.peers.get_mut(&peer)?.put_back(frame);
         said
     }
