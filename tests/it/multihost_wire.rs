@@ -144,6 +144,30 @@ fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
     }
 }
 
+/// A rank that leaves waits for this, because a body that was sent before its request may still be on the way.
+#[test]
+fn a_sender_knows_when_what_it_sent_ahead_was_taken() {
+    let (wires, store) = (wires_over(&Over::Tcp, 2), Memory::default());
+    let begin = AtomicBool::new(false);
+    as_ranks(&wires, &store, 1, |me, link| {
+        let message = data(100_000, [0, 0, 0, 0]);
+        if me == 0 {
+            assert!(link.await_taken(1, Duration::ZERO), "nothing was sent");
+            let sent = link.send(1, 0, message, 100_000).unwrap();
+            sent.wait(PATIENT).unwrap(); // the system has accepted it
+            assert!(!link.await_taken(1, Duration::from_millis(100)), "nobody receives yet");
+            begin.store(true, Ordering::Relaxed);
+            assert!(link.await_taken(1, PATIENT));
+        } else {
+            while !begin.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let came = link.receive(0, 0, vec![0; 100_000], 100_000).unwrap().wait(PATIENT).unwrap();
+            assert!(came == message);
+        }
+    });
+}
+
 /// A mailbox that passes everything on to a channel.
 struct Box_(Mutex<Sender<(usize, Option<Vec<u8>>)>>);
 

@@ -195,7 +195,7 @@ impl BatchRun<'_> {
                 })
                 .collect();
             let next = (k + 1 < schedule.steps()).then(|| schedule.step(position, k + 1));
-            let next = next.filter(|next| is_apart(&step, next)).map(|next| receives(&next));
+            let next = next.filter(|next| is_short(&step, next) && is_apart(&step, next)).map(|next| receives(&next));
             let mut each = |index: usize, Arrived { at, data, .. }: Arrived| {
                 if let Some((vector, start)) = numbers {
                     let before = step.recvs[index].how == How::ReduceAfter;
@@ -260,6 +260,11 @@ fn is_apart(step: &Step, next: &Step) -> bool {
         let received = step.recvs.iter().any(|before| meet(&before.parts, &recv.parts));
         !sent && !received
     })
+}
+
+/// Whether the comparisons of `is_apart` take little time. Exchanges with hundreds of hosts have many messages a step.
+fn is_short(step: &Step, next: &Step) -> bool {
+    next.recvs.len() * (step.sends.len() + step.recvs.len()) <= 1 << 12
 }
 
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {

@@ -45,6 +45,11 @@ pub trait Link: Mail {
     /// Called when a thread that started transfers stops waiting, perhaps before all of them have ended: another thread
     /// must advance the rest. Never blocks.
     fn hand_over(&self) {}
+    /// Waits until `peer` has asked for everything that this rank has sent to it before it asked, or is lost. Returns
+    /// false after `timeout`. Only then has the end of a send said that its receiver has come.
+    fn await_taken(&self, _peer: usize, _timeout: Duration) -> bool {
+        true
+    }
     /// Waits until the systems of all peers have this rank's mail, so that it arrives even if this process ends.
     /// Returns false at `until`.
     fn await_delivery(&self, _until: Instant) -> bool {

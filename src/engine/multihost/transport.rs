@@ -118,12 +118,16 @@ impl Transport {
 
     /// Returns the fault or goodbye that the peer sent before a send to it failed, or else the send's error.
     fn last_word(&mut self, peer: usize, own: &FrameHeader, error: Error) -> Error {
-        let arrived = self.peers.get_mut(&peer).and_then(Peer::next_frame);
-        let Some(transfer) = arrived else { return error };
-        match self.finish(peer, transfer, clock::now()).map(|frame| refusal(&self.names, peer, own, &frame)) {
-            Ok(Some(said)) => said,
-            _ => error,
+        while let Some(transfer) = self.peers.get_mut(&peer).and_then(Peer::next_frame) {
+            let Ok(frame) = self.finish(peer, transfer, clock::now()) else { return error };
+            if let Some(said) = refusal(&self.names, peer, own, &frame) {
+                return said;
+            }
+            if unframe(&frame).0 != Word::Question as u64 {
+                return error;
+            }
         }
+        error
     }
 
     fn start(&mut self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<()> {
@@ -246,9 +250,9 @@ impl Transport {
         Ok((issued, next))
     }
 
-    /// Waits for a send from memory of the operation. The send ends when the receiver has received it. If a frame of
-    /// the receiver arrives meanwhile and does not belong to this batch, the two ranks disagree and the receiver may
-    /// never receive; that is an error.
+    /// Waits for a send from memory of the operation. If the message waits for the receiver's request and a frame of the
+    /// receiver arrives meanwhile that does not belong to this batch, the two ranks disagree and the receiver may never
+    /// ask; that is an error.
     fn finish_held(
         &mut self,
         peer: usize,
@@ -275,8 +279,10 @@ impl Transport {
             return Some(error);
         }
         let frame = self.peers.get_mut(&peer)?.arrived_frame()?;
-        let said = refusal(&self.names, peer, own, &frame)
-            .or_else(|| own.disagreement(self.names.me, peer, &unframe(&frame).2, DIFFERED_BEFORE));
+        let (word, _, theirs) = unframe(&frame);
+        let is_data = word == Word::Data as u64; // a Question may have arrived since
+        let other = || own.disagreement(self.names.me, peer, &theirs, DIFFERED_BEFORE).filter(|_| is_data);
+        let said = refusal(&self.names, peer, own, &frame).or_else(other);
         self.peers.get_mut(&peer)?.put_back(frame);
         said
     }
@@ -462,7 +468,9 @@ impl Transport {
         let after = |time: Duration| clock::now().saturating_add(time.as_nanos() as u64);
         let peers = self.peers();
         let deadline = after(delivery);
-        let reached: Vec<usize> = peers.into_iter().filter(|peer| self.settle(*peer, 0, deadline).is_ok()).collect();
+        let left = || Duration::from_nanos(deadline.saturating_sub(clock::now()));
+        let is_reached = |peer: &usize| self.settle(*peer, 0, deadline).is_ok() && self.link.await_taken(*peer, left());
+        let reached: Vec<usize> = peers.into_iter().filter(is_reached).collect();
         let deadline = after(farewell);
         for peer in &reached {
             let mut buffer = self.spare.take(FRAME);
@@ -473,7 +481,7 @@ impl Transport {
             while let Some(transfer) = self.peers.get_mut(&peer).and_then(Peer::next_frame) {
                 let frame = self.finish(peer, transfer, deadline);
                 let passes = [Word::Data as u64, Word::Question as u64];
-                if !frame.is_ok_and(|frame| passes.contains(&unframe(&frame).0)) {
+                if !frame.is_ok_and(|frame| passes.contains(&unframe(&frame).0)) || self.expect(peer).is_err() {
                     break;
                 }
             }

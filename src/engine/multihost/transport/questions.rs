@@ -8,8 +8,8 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::Transport;
-use crate::engine::multihost::frames::{FRAME, FrameHeader, HEADER, Word, frame, unframe};
+use super::{NOBODY, Transport};
+use crate::engine::multihost::frames::{FrameHeader, HEADER, Word, frame, unframe};
 use crate::engine::multihost::peer::Peer;
 use crate::error::{Error, Result};
 use crate::os::clock;
@@ -19,18 +19,25 @@ use crate::os::clock;
 const ASK_AFTER: Duration = Duration::from_millis(100);
 
 impl Transport {
-    /// Waits for the next frame of `peer` that is no Question. Sends one Question if the wait is long.
+    /// Waits for the next frame of `peer` that is no Question. If the wait is long, sends Questions, after twice as long
+    /// each time.
     pub(super) fn await_frame(&mut self, peer: usize, own: &FrameHeader, deadline: u64) -> Result<Vec<u8>> {
-        let mut has_asked = false;
+        let mut looks = 0u32;
         loop {
             self.expect(peer)?;
             let transfer = self.peers.get_mut(&peer).and_then(Peer::next_frame).expect("posted above");
             self.waiting_for.store(peer, Ordering::Relaxed);
             while clock::now() < deadline && !transfer.ends_within(ASK_AFTER) {
-                if !std::mem::replace(&mut has_asked, true) {
+                looks += 1;
+                // The peer drops a Question about an operation to which it comes later.
+                if looks.is_power_of_two() {
                     self.ask(peer, own);
                 }
-                self.questions_of_others(peer, own)?;
+                let others = self.questions_of_others(peer, own);
+                if others.is_err() {
+                    self.waiting_for.store(NOBODY, Ordering::Relaxed);
+                }
+                others?;
             }
             let frame = self.finish(peer, transfer, deadline)?;
             self.expect(peer)?; // one is still posted; this posts another
@@ -90,8 +97,7 @@ impl Transport {
 
     /// Sends a Question to `peer`. If the connection is broken, the wait for the frame ends with that error.
     fn ask(&mut self, peer: usize, own: &FrameHeader) {
-        let mut buffer = self.spare.take(FRAME);
-        buffer[..HEADER].copy_from_slice(&frame(Word::Question, own, 0));
-        let _ = self.start(peer, self.frame_tag(), buffer, HEADER);
+        let question = frame(Word::Question, own, 0).to_vec();
+        let _ = self.link.send(peer, self.frame_tag(), question, HEADER); // nobody waits for its end
     }
 }

@@ -289,6 +289,13 @@ impl Channel {
         Ok(())
     }
 
+    /// Whether the peer has asked for all bodies that were sent ahead, or is lost.
+    pub fn is_taken(&self, rank: usize) -> bool {
+        let state = self.lock();
+        let peer = &state.peers[rank];
+        peer.is_taken() || peer.lost().is_some()
+    }
+
     /// Gives up the receive of a body that has not arrived.
     pub fn abandon_body(&self, rank: usize, number: u64) {
         let waiting = self.lock().peers[rank].take_want(number);
@@ -399,6 +406,7 @@ impl Receiver for Channel {
                 if let Some(waiting) = peer.asks(frame.number, frame.bytes) {
                     self.send_wanted(peer.connected(), frame, waiting, events);
                 }
+                events.ended |= peer.is_taken(); // a thread may wait for that (`is_taken`)
             }
             Kind::Cut => {
                 let channel = self.owned();

@@ -132,6 +132,10 @@ impl Link for WireLink {
         }
     }
 
+    fn await_taken(&self, peer: usize, timeout: Duration) -> bool {
+        self.wire().is_inherited() || self.wire().wait(|| self.channel.is_taken(peer), timeout)
+    }
+
     fn await_delivery(&self, until: Instant) -> bool {
         /// No event of epoll reports that the peer's system has acknowledged data.
         const LOOK: Duration = Duration::from_millis(2);

@@ -267,6 +267,11 @@ impl Peer {
         None
     }
 
+    /// Whether the peer has asked for all bodies that were sent ahead.
+    pub fn is_taken(&self) -> bool {
+        self.sent_ahead.is_empty()
+    }
+
     /// Whether a body that has no posted receive is kept for a later one. A longer body, or more of them, can only belong
     /// to receives that were given up.
     pub fn keeps(&self, bytes: usize) -> bool {
