@@ -7,10 +7,15 @@ use crate::engine::multihost::link::{Done, Ended, Mail, Mailbox};
 use crate::op::signature_of;
 use crate::types::{Dtype, Kind, ReduceOp};
 
-/// A link whose peer is lost. Its transfers write to their memory when they are dropped, like a thread that is
-/// still reading.
-struct Lost;
+/// A link whose peer has sent these frames and sends nothing else, or is lost.
+#[derive(Default)]
+struct Played {
+    is_lost: bool,
+    unread: Mutex<VecDeque<Vec<u8>>>,
+    sent: Mutex<Vec<Vec<u8>>>,
+}
 
+/// A transfer from a lost peer. It writes to its memory when it is dropped, like a thread that is still reading.
 struct Writes(Vec<Span>);
 
 impl Drop for Writes {
@@ -29,32 +34,7 @@ impl Transfer for Writes {
     }
 }
 
-impl Link for Lost {
-    fn receive(&self, _: usize, _: u32, _: Vec<u8>, _: usize) -> Result<Box<dyn Transfer>> {
-        Ok(Box::new(Writes(Vec::new())))
-    }
-    fn has_unread(&self, _: usize, _: u32) -> bool {
-        false
-    }
-    fn send(&self, _: usize, _: u32, _: Vec<u8>, _: usize) -> Result<Box<dyn Transfer>> {
-        Ok(Box::new(Writes(Vec::new())))
-    }
-    unsafe fn receive_into(&self, _: usize, _: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
-        Ok(Box::new(Writes(pieces)))
-    }
-    unsafe fn send_from(&self, _: usize, _: u32, _: Vec<Span>) -> Result<Box<dyn Transfer>> {
-        Ok(Box::new(Writes(Vec::new())))
-    }
-    fn cut(&self) {}
-}
-
-/// A link whose peer has sent these frames, and sends nothing else.
-#[derive(Default)]
-struct Frames {
-    unread: Mutex<VecDeque<Vec<u8>>>,
-    sent: Mutex<Vec<Vec<u8>>>,
-}
-
+/// A transfer from a peer that sends nothing.
 struct Never;
 
 impl Transfer for Never {
@@ -67,10 +47,13 @@ impl Transfer for Never {
     }
 }
 
-impl Link for Frames {
+impl Link for Played {
     fn receive(&self, _: usize, _: u32, _: Vec<u8>, _: usize) -> Result<Box<dyn Transfer>> {
-        let frame = self.unread.lock().unwrap().pop_front();
-        Ok(frame.map_or_else(|| Box::new(Never) as Box<dyn Transfer>, |frame| Box::new(Ended(frame))))
+        Ok(match self.unread.lock().unwrap().pop_front() {
+            Some(frame) => Box::new(Ended(frame)),
+            None if self.is_lost => Box::new(Writes(Vec::new())),
+            None => Box::new(Never),
+        })
     }
     fn has_unread(&self, _: usize, _: u32) -> bool {
         !self.unread.lock().unwrap().is_empty()
@@ -79,36 +62,17 @@ impl Link for Frames {
         self.sent.lock().unwrap().push(buffer[..bytes].to_vec());
         Ok(Box::new(Ended(buffer)))
     }
-    unsafe fn receive_into(&self, _: usize, _: u32, _: Vec<Span>) -> Result<Box<dyn Transfer>> {
-        unreachable!("only frames travel here")
+    unsafe fn receive_into(&self, _: usize, _: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        assert!(self.is_lost, "only frames travel here");
+        Ok(Box::new(Writes(pieces)))
     }
     unsafe fn send_from(&self, _: usize, _: u32, _: Vec<Span>) -> Result<Box<dyn Transfer>> {
-        unreachable!("only frames travel here")
+        unreachable!("no test sends a body")
     }
     fn cut(&self) {}
 }
 
-impl Mail for Lost {
-    fn open_mailbox(&self, _: Arc<dyn Mailbox>) {}
-    fn abandon_body(&self, _: usize, _: u64) {}
-    fn mail(&self, _: usize, _: Vec<u8>) -> Result<()> {
-        Ok(())
-    }
-    unsafe fn send_body(&self, _: usize, _: u64, _: Vec<Span>, _: Done) -> Result<()> {
-        Ok(())
-    }
-    unsafe fn receive_body(&self, _: usize, _: u64, _: Vec<Span>, _: Done) -> Result<()> {
-        Ok(())
-    }
-    fn await_mail(&self) -> Box<dyn Send> {
-        Box::new(())
-    }
-    fn poll(&self, _: Duration) -> bool {
-        false
-    }
-}
-
-impl Mail for Frames {
+impl Mail for Played {
     fn open_mailbox(&self, _: Arc<dyn Mailbox>) {}
     fn abandon_body(&self, _: usize, _: u64) {}
     fn mail(&self, _: usize, _: Vec<u8>) -> Result<()> {
@@ -136,7 +100,7 @@ fn transport(link: Arc<dyn Link>) -> Transport {
 /// A freed buffer of this size is unmapped, so a transfer that outlives it crashes the process.
 #[test]
 fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
-    let mut transport = transport(Arc::new(Lost));
+    let mut transport = transport(Arc::new(Played { is_lost: true, ..Played::default() }));
     let receives = vec![Incoming { peer: 1, bytes: 64 << 20, into: None }];
     let deadline = clock::now() + 1_000_000_000;
     // SAFETY: no memory of the caller is used.
@@ -174,7 +138,7 @@ fn step(transport: &mut Transport, receives: bool) -> Result<u64> {
 #[test]
 fn questions_about_other_batches_are_dropped_even_if_nothing_is_received() {
     for receives in [false, true] {
-        let link = Arc::new(Frames::default());
+        let link = Arc::new(Played::default());
         let measures = FrameHeader { number: 5, chain: 3, ..FrameHeader::default() };
         let headers = [header(1, 1, 7), header(4, 0, 8), measures, header(5, 0, 54), batch(), header(8, 1, 88)];
         let mut unread: Vec<_> = headers.repeat(20).into_iter().map(|one| told(Word::Question, one)).collect();
@@ -193,7 +157,7 @@ fn questions_about_other_batches_are_dropped_even_if_nothing_is_received() {
 #[test]
 fn a_frame_of_another_operation_with_the_same_number_is_an_error_before_anything_is_sent() {
     for word in [Word::Question, Word::Data] {
-        let link = Arc::new(Frames::default());
+        let link = Arc::new(Played::default());
         link.unread.lock().unwrap().push_back(told(word, header(5, 1, 55)));
         let error = step(&mut transport(link.clone()), false).unwrap_err().to_string();
         assert!(error.contains("root 0") && error.contains("root 1"), "{error}");
@@ -203,7 +167,7 @@ fn a_frame_of_another_operation_with_the_same_number_is_an_error_before_anything
 
 #[test]
 fn a_long_wait_sends_questions_after_twice_as_long_each_time() {
-    let link = Arc::new(Frames::default());
+    let link = Arc::new(Played::default());
     let mut transport = transport(link.clone());
     let error = step(&mut transport, true).unwrap_err().to_string();
     assert!(error.contains("Timed out waiting for rank 1"), "{error}");
