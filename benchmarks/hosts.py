@@ -31,6 +31,7 @@ from measure import report
 from measure.cases import DTYPES, Case
 from measure.stats import format_time, percentile, slowest_rank, summarize
 
+import torch_sagellm
 from torch_sagellm._private.units import parse_size, show_size
 
 EXAMPLES = """examples:
@@ -39,6 +40,7 @@ EXAMPLES = """examples:
   python benchmarks/hosts.py --all --limit 36000                 every layout, link, operation and size: hours
   python benchmarks/hosts.py --layouts 2x1 --links none --perftest --backends sagellm,sagellm:ucx,gloo
   python benchmarks/hosts.py --layouts 4x1 --links none --backends 'sagellm,sagellm:*:64KiB-=ring,gloo'
+  python benchmarks/hosts.py --forced --out out                  the choice against each algorithm forced by a rule
 """
 #: The layouts and links that are run if none are given.
 DEFAULT = (("2x1", "none"), ("2x2", "none"), ("4x1", "none"), ("2x1", "1ms"), ("2x2", "1ms"), ("2x1", "1gbit"))
@@ -49,6 +51,22 @@ SIZES = "8,64KiB,1MiB,16MiB"
 ALL_SIZES = "8,512,4KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 BACKENDS = "sagellm,gloo,gloo,sagellm:delegate"
 OURS, GLOO, CONTROL = "sagellm", "gloo", "gloo #2"
+#: With --forced: the algorithms that a rule forces. An algorithm takes part in the cases that it serves.
+FORCED = (
+    "ring",
+    "torus",
+    "binomial_tree",
+    "double_tree",
+    "recursive_doubling",
+    "halving_doubling",
+    "direct",
+    "direct_two_step",
+    "bruck",
+)
+CHOSEN = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+RULE, AGAIN = "sagellm:*:0-=", "sagellm #2"
+#: A choice is good enough if no forced algorithm is faster by more than this part.
+NEAR = 0.1
 #: Estimated seconds for starting a run's ranks and their groups; used only to divide the time limit.
 START = 12
 Result = dict[str, Any]
@@ -75,6 +93,13 @@ def samples(case: Case, backend: collectives.Backend, count: int) -> tuple[list[
     if case.op == "ping_pong":
         dist.barrier()  # ranks that take no part wait here
     return taken, used * 1e6 / count
+
+
+def choice(case: Case, group: dist.ProcessGroup) -> str:
+    """The name of the algorithm that the group takes."""
+    # A case's size is that of the whole tensor, and `explain` asks for one rank's.
+    size = case.size // case.ranks if case.op == "all_gather_into_tensor" else case.size
+    return torch_sagellm.explain(case.op, size, group=group).choice.partition("(")[0]
 
 
 def fitting(case: Case, taken: list[float], seconds: float) -> int:
@@ -119,6 +144,25 @@ def measure(case: Case, backends: list[collectives.Backend], args: argparse.Name
     return {"op": case.op, "size": case.size, "times": {each.label: times[each.label] for each in backends}}
 
 
+def measure_forced(case: Case, backends: list[collectives.Backend], args: argparse.Namespace, seconds: float) -> Result:
+    """Finds the fastest forced algorithm, and then measures it again beside the choice, with new samples.
+
+    The first samples of the fastest of many are too fast by their noise.
+    """
+    served = [
+        each
+        for each in backends
+        if not each.label.startswith(RULE) or choice(case, each.group) == each.label.removeprefix(RULE)
+    ]
+    first = measure(case, served, args, seconds / 2)
+    right = {label: times["p10"] for label, times in first["times"].items() if "p10" in times}
+    best = min((label for label in right if label.startswith(RULE)), key=right.__getitem__, default="")
+    chosen = choice(case, backends[0].group)
+    collectives.say(f"{args.layouts} {args.links}: {case.op} {show_size(case.size)}: {chosen}, fastest {best}")
+    compared = [each for each in served if each.label in (OURS, AGAIN, best)]
+    return measure(case, compared, args, seconds / 2) | {"chosen": chosen, "fastest": best}
+
+
 def run_rank(args: argparse.Namespace) -> int:
     """Runs all cases of one layout and link on one rank; rank 0 writes the results."""
     dist.init_process_group("gloo", timeout=collectives.timedelta(seconds=args.timeout))
@@ -131,6 +175,9 @@ def run_rank(args: argparse.Namespace) -> int:
     for done, (op, size) in enumerate(plan, 1):
         case = Case(op, size, DTYPES["float32"], 2, partner=dist.get_world_size() - 1)
         share = 1.5 * (args.limit - (time.monotonic() - begin)) / (len(plan) - done + 1)
+        if args.forced:
+            results.append(measure_forced(case, backends, args, share))
+            continue
         results.append(measure(case, backends, args, share))
         collectives.say(f"{args.layouts} {args.links}: {line(results[-1])}")
     seconds = time.monotonic() - begin
@@ -221,6 +268,34 @@ def markdown(whole: Result) -> str:
     return "\n".join(parts)
 
 
+def against_forced(whole: Result) -> str:
+    """For each case: our choice, the fastest forced algorithm, and its time divided by the choice's, p10 (median).
+
+    The last column is the same for a second group without rules, which is the noise.
+    """
+    head = "| layout, link | operation | size | choice | fastest forced | its time / the choice's | the control's |"
+    lines, near, count = [head, "|" + " --- |" * 7], 0, 0
+    for run in whole["runs"]:
+        for result in run["results"]:
+            times = {label: found for label, found in result["times"].items() if "p10" in found}
+            if len(times) != len((OURS, AGAIN, result["fastest"])):
+                lines.append(
+                    f"| {run['layout']}, {run['link']} | {result['op']} | {show_size(result['size'])} | failed |"
+                )
+                continue
+            by, control = (
+                [times[label][key] / times[OURS][key] for key in ("p10", "median")]
+                for label in (result["fastest"], AGAIN)
+            )
+            count += 1
+            near += by[0] >= 1 - NEAR
+            cells = [f"{run['layout']}, {run['link']}", result["op"], show_size(result["size"])]
+            cells += [result["chosen"], result["fastest"].removeprefix(RULE)]
+            cells += [f"{by[0]:.2f} ({by[1]:.2f})", f"{control[0]:.2f} ({control[1]:.2f})"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"In {near} of {count} cells no forced algorithm is over {NEAR:.0%} faster by p10."])
+
+
 def plot(whole: Result, path: Path) -> str | None:
     """Plots, for each run, gloo's p10 divided by ours, by size. Returns the reason if nothing was drawn."""
     try:
@@ -259,12 +334,12 @@ def plot(whole: Result, path: Path) -> str | None:
     return None
 
 
-def write(whole: Result, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "hosts.json").write_text(json.dumps(whole, indent=1) + "\n")
-    (folder / "hosts.md").write_text(markdown(whole) + "\n")
-    why_not = plot(whole, folder / "hosts.png")
-    print(f"written: {folder}/hosts.json, hosts.md" + (f"; {why_not}" if why_not else ", hosts.png"), file=sys.stderr)
+def write(whole: Result, text: str, stem: Path, plotted: bool) -> None:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text + "\n")
+    why_not = plot(whole, stem.with_suffix(".png")) if plotted else "no plot"
+    print(f"written: {stem}.json, .md" + (f"; {why_not}" if why_not else ", .png"), file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------- the program
@@ -366,8 +441,10 @@ def spawn(args: argparse.Namespace, plan: list[tuple[str, str]]) -> int:
             runs.append(found)
     whole = {"date": date.today().isoformat(), "machine": machine, "congestion": args.congestion, "runs": runs}
     if runs:
-        print(markdown(whole))
-        write(whole, args.out / f"{whole['date']}-{machines.slug(machine)}")
+        text = against_forced(whole) if args.forced else markdown(whole)
+        print(text)
+        folder = args.out / f"{whole['date']}-{machines.slug(machine)}"
+        write(whole, text, folder / ("forced" if args.forced else "hosts"), not args.forced)
     return code
 
 
@@ -381,6 +458,10 @@ def parse_args() -> argparse.Namespace:
     add("--ops", default=OPS, help=f"default: {OPS}; ping_pong is a send and a receive, one way")
     add("--sizes", help=f"bytes of the whole tensor (default: {SIZES})")
     add("--backends", default=BACKENDS, help=f"default: {BACKENDS}; a name twice is its own control")
+    add(
+        "--forced", action="store_true",
+        help="compare the choice with each algorithm forced by a rule, for operations that have a choice",
+    )  # fmt: skip
     add("--perftest", action="store_true", help="then also run UCX's own ucx_perftest between two hosts, over tcp")
     add("--all", action="store_true", help=f"every layout, link and size ({ALL_SIZES}); give a --limit, too")
     add(
@@ -398,6 +479,11 @@ def parse_args() -> argparse.Namespace:
     add("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.control, args.floor, args.device = False, False, "cpu"  # needed by `collectives`
+    if args.forced:
+        args.backends = ",".join([OURS, OURS, *(RULE + name for name in FORCED)])
+        args.ops = ",".join(op for op in args.ops.split(",") if op in CHOSEN)
+        if not args.ops:
+            parser.error(f"--forced compares {', '.join(CHOSEN)}, and --ops names none of them")
     args.sizes = args.sizes or (ALL_SIZES if args.all else SIZES)
     for layout in (args.layouts or "").split(",") if args.layouts else []:
         if re.fullmatch(r"[1-9]\d*x[1-9]\d*", layout) is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from feature_rows import compress, fusion, hooks, layers, moe, overlap, pipeline, transfer, verify
+from feature_rows import compress, fusion, hooks, in_process, layers, moe, observe, overlap, pipeline, transfer, verify
 from feature_rows.row import Place, Row
 
 ROWS: list[Row] = [
@@ -15,6 +15,8 @@ ROWS: list[Row] = [
     *pipeline.ROWS,
     *fusion.ROWS,
     *verify.ROWS,
+    *observe.ROWS,
+    *in_process.ROWS,
 ]
 
 

@@ -39,6 +39,36 @@ def lists(count: int, shape: tuple[int, ...], asynchronous: bool = False) -> Cal
     return make
 
 
+def pages(count: int, together: int) -> Callable[[], Made]:
+    """8 layers of a cache, of which ``count`` pages of 32 KiB are sent.
+
+    ``together``: pages with consecutive numbers.
+    """
+
+    def make() -> Made:
+        rank = dist.get_rank()
+        cache = torch.full((8, 4 * count, 16, 512), float(rank))
+        blocks = [number // together * 2 * together + number % together for number in range(count)]
+        whole = torch.full((8, count, 16, 512), 0.0)
+
+        def ours() -> None:
+            if rank == 0:
+                torch_sagellm.send_pages(cache.unbind(0), blocks, 1)
+            else:
+                torch_sagellm.recv_pages(cache.unbind(0), blocks, 0)
+            dist.barrier()
+
+        def one() -> None:
+            dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
+            dist.barrier()
+
+        ours()
+        assert float(cache.sum()) == (0.0 if rank == 0 else float(cache.numel() - whole.numel()))
+        return ours, one, nothing
+
+    return make
+
+
 ONE = "one dist.send of as many bytes"
 APART = Place(2, 2)
 ROWS = [
@@ -46,7 +76,10 @@ ROWS = [
     Row("transfer", "2,000 tensors of 4 KiB", ONE, HERE, 2.0, lists(2000, (1024,))),
     Row("transfer", "32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64))),
     Row("transfer", "isend_tensors, 32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64), True)),
+    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, single", ONE, HERE, 1.5, pages(64, 1)),
+    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, 8 in sequence", ONE, HERE, 1.5, pages(64, 8)),
     Row("transfer", "2,000 tensors of 2 KiB", ONE, APART, 2.0, lists(2000, (512,))),
     Row("transfer", "2,000 tensors of 4 KiB", ONE, APART, 2.0, lists(2000, (1024,))),
     Row("transfer", "32 tensors of 512 KiB", ONE, APART, 1.5, lists(32, (2, 16, 64, 64))),
+    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, single", ONE, APART, 1.5, pages(64, 1)),
 ]

@@ -42,7 +42,7 @@ impl Core {
     ) -> Outcome<Vec<observed::Prediction>> {
         guarded(|| {
             let kind = collective_named(kind)?;
-            let link = |alpha, overhead, beta| Link { alpha, overhead, beta };
+            let link = |alpha, overhead, beta| Link { alpha, overhead, beta, short_bytes: f64::INFINITY };
             let costs = Model {
                 host: link(model.host_alpha, model.host_overhead, model.host_beta),
                 network: link(model.network_alpha, model.network_overhead, model.network_beta),

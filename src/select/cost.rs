@@ -3,7 +3,8 @@
 //! stronger source decides (`inter`), and `torch-sagellm simulate` prints it.
 //!
 //! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta`, over the network or
-//! inside the host, whichever is longer, plus `gamma` for every byte that it combines. Ranks of one host share the
+//! inside the host, whichever is longer, plus `gamma` for every byte that it combines. Long messages count as two
+//! (`Link::short_bytes`). Ranks of one host share the
 //! host's network link, so their bytes add up. Inside a host every rank has its own link. Ranks are numbered host by
 //! host. Links carry data in both directions at the same time. In the model all ranks start a step together. Real ranks
 //! drift, so a pipeline may be a little faster than predicted. If a machine has fewer cores than ranks, it is slower.
@@ -33,6 +34,9 @@ pub struct Link {
     pub overhead: f64,
     /// Seconds per byte.
     pub beta: f64,
+    /// If the messages of a step have more bytes than this on average, each of them counts as two, because its header
+    /// and its data are sent separately.
+    pub short_bytes: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -97,9 +101,10 @@ impl Priced {
     pub fn seconds(&self, bytes: f64, model: &Model) -> f64 {
         let parts = if self.schedule.kind == Kind::AllToAll { self.schedule.ranks } else { self.schedule.parts() };
         let part = if parts == 0 { 0.0 } else { bytes / parts as f64 };
-        let over = |link: &Link, messages: usize, parts: usize| match messages {
-            0 => 0.0,
-            _ => link.alpha + (messages - 1) as f64 * link.overhead + parts as f64 * part * link.beta,
+        let over = |link: &Link, messages: usize, parts: usize| {
+            let (count, bytes) = (messages as f64, parts as f64 * part);
+            let sent = if bytes > count * link.short_bytes { 2.0 * count } else { count };
+            if messages == 0 { 0.0 } else { link.alpha + (sent - 1.0) * link.overhead + bytes * link.beta }
         };
         let step = |load: &Load| {
             over(&model.host, load.host_messages, load.host_parts).max(over(
@@ -262,7 +267,7 @@ mod tests {
     use super::*;
 
     fn link(alpha: f64, beta: f64) -> Link {
-        Link { alpha, overhead: alpha / 4.0, beta }
+        Link { alpha, overhead: alpha / 4.0, beta, short_bytes: f64::INFINITY }
     }
 
     fn model(ranks_per_host: usize) -> Model {
@@ -299,10 +304,20 @@ mod tests {
     }
 
     #[test]
+    fn a_long_message_costs_one_more_overhead() {
+        let network = Link { short_bytes: 100.0, ..link(4.0, 0.0) };
+        let model = Model { host: network, network, gamma: 0.0, ranks_per_host: 1 };
+        let gather = Priced::new(Schedule::new(Algorithm::Direct, Kind::AllGather, 4, 0, 1).unwrap(), 1);
+        // Three messages of a quarter of the bytes each.
+        assert!(near(gather.seconds(400.0, &model), 4.0 + 2.0));
+        assert!(near(gather.seconds(404.0, &model), 4.0 + 5.0));
+    }
+
+    #[test]
     fn ranks_of_a_host_share_its_link() {
         // The four ranks of one host and the four of the other exchange at the same time.
         let s = Schedule::new(Algorithm::Doubling, Kind::AllReduce, 8, 0, 1).unwrap();
-        let free = Link { alpha: 0.0, overhead: 0.0, beta: 0.0 };
+        let free = link(0.0, 0.0);
         let model = Model { host: free, network: Link { beta: 1.0, ..free }, gamma: 0.0, ranks_per_host: 4 };
         assert!(near(Priced::new(s, 4).seconds(100.0, &model), 400.0));
     }
@@ -339,8 +354,8 @@ mod tests {
 
     fn far(ranks_per_host: usize) -> Model {
         Model {
-            host: Link { alpha: 1e-6, overhead: 2e-7, beta: 1e-10 },
-            network: Link { alpha: 1e-3, overhead: 5e-6, beta: 8e-9 },
+            host: Link { overhead: 2e-7, ..link(1e-6, 1e-10) },
+            network: Link { overhead: 5e-6, ..link(1e-3, 8e-9) },
             gamma: 1e-10,
             ranks_per_host,
         }

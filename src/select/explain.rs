@@ -21,7 +21,7 @@ pub const CHUNKS: [usize; 6] = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Alternative {
     pub way: String,
-    /// `None` if the alternative is impossible.
+    /// `None` if the alternative is impossible, or if the model cannot predict it.
     pub predicted_ns: Option<u64>,
     pub why_not: String,
 }
@@ -157,6 +157,7 @@ pub fn between(
             time_of.map(|ns| format!("predicted {} between the hosts, against {}", time(ns), time(found.predicted_ns)));
         let why_not = match (hosts.strict, against) {
             (true, _) => Reason::Strict.text().to_string(),
+            _ if desc.kind == Kind::AllToAll => "between hosts an all_to_all is exchanged directly".to_string(),
             _ if !inter::allowed(other, desc, batched, hosts) => {
                 "in a batch the order of a sum must not depend on the position of an element".to_string()
             }
@@ -483,7 +484,7 @@ mod tests {
 
     #[test]
     fn a_start_rule_is_named_with_the_topology_that_said_so() {
-        let link = inter::LinkFacts { alpha_ns: 30_000, beta_ps_per_byte: 100 };
+        let link = inter::LinkFacts { alpha_ns: 30_000, beta_ps_per_byte: 100, message_ns: 0 };
         let hosts = Hosts { hosts: 2, ranks: 4, least_ranks: 2, link, strict: false };
         let (menu, topology) = (Menu::new(2), Some(Topology { hosts: 2, full_nvlink: false }));
         let policy = Policy { topology, ..Policy::default() };

@@ -22,6 +22,9 @@ pub struct LinkFacts {
     /// Nanoseconds until an empty message has arrived.
     pub alpha_ns: u64,
     pub beta_ps_per_byte: u64,
+    /// Nanoseconds that each further message of the same step adds. 0 if nothing was found, and if it was not measured,
+    /// because there are only two hosts or the latency is long.
+    pub message_ns: u64,
 }
 
 impl std::fmt::Display for LinkFacts {
@@ -30,7 +33,11 @@ impl std::fmt::Display for LinkFacts {
             return f.write_str("the link was not measured");
         }
         let rate = 8e3 / self.beta_ps_per_byte.max(1) as f64;
-        write!(f, "a message takes {:.0} us, {rate:.2} Gbit/s", self.alpha_ns as f64 / 1e3)
+        write!(f, "a message takes {:.0} us, {rate:.2} Gbit/s", self.alpha_ns as f64 / 1e3)?;
+        match self.message_ns {
+            0 => Ok(()),
+            more => write!(f, ", each further message of a step {:.1} us", more as f64 / 1e3),
+        }
     }
 }
 
@@ -62,7 +69,7 @@ pub struct HostsChoice {
     pub segment_bytes: usize,
     pub segments: usize,
     pub reason: Reason,
-    /// Predicted nanoseconds. 0 if the link was not measured.
+    /// Predicted nanoseconds. 0 if there is no prediction (`predict`).
     pub predicted_ns: u64,
 }
 
@@ -79,7 +86,11 @@ const LARGE: u64 = 1 << 20;
 /// Up to this size an operation may be fused and is never cut. It has one leader, because a second one would cost more
 /// messages than it saves.
 pub const SMALL: u64 = 64 << 10;
+/// A limit in nanoseconds for what is assumed instead of measured (`overhead_ns`), and for what counts when the size of
+/// segments is chosen.
 const MOST_OVERHEAD_NS: u64 = 20_000;
+/// The largest message that is sent together with its header.
+pub const SHORT_BYTES: usize = (16 << 10) - 56;
 /// Segment size in bytes if the link was not measured. `LEAST_SEGMENT`: the smallest segment size if it was.
 /// `LEAST_ALONE`: the same if no ranks share a host. Then there is no work inside a host that could overlap with the
 /// exchange, and smaller segments only cost more messages (docs/internals/benchmarks.md).
@@ -88,6 +99,8 @@ const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
 const LEAST_ALONE: f64 = 2048.0 * 1024.0;
 /// Nanoseconds per byte for the work inside a host that overlaps with the exchange (docs/internals/benchmarks.md).
 const INSIDE_NS: f64 = 0.05;
+/// Nanoseconds per byte that a rank combines, and receives into a buffer for that (docs/internals/choosing.md).
+const COMBINE_NS: f64 = 0.1;
 /// If there are at most this many hosts, the costs of all schedules are computed in advance.
 const MOST_PRICED: usize = 1024;
 
@@ -166,9 +179,9 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     choice
 }
 
-/// The choice if no rule and no table line names a schedule: the schedule, the reason, and the predicted time (0 if the
-/// link was not measured). Strict mode is ignored here. If the user has set a topology, all ranks decide by rank 0's
-/// topology and ignore the measured link. If the link measurement is turned off, the start rules decide.
+/// The choice if no rule and no table line names a schedule: the schedule, the reason, and the predicted time or 0.
+/// Strict mode is ignored here. If the user has set a topology, all ranks decide by rank 0's topology and ignore the
+/// measured link. If the link measurement is turned off, the start rules decide.
 pub(crate) fn without_rules(
     desc: OpDesc,
     batched: bool,
@@ -182,6 +195,9 @@ pub(crate) fn without_rules(
         if one_order(desc, batched) {
             let algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
             return (algorithm, Reason::OneOrder, predicted(algorithm));
+        }
+        if desc.kind == Kind::AllToAll {
+            return (Algorithm::Direct, Reason::OneSchedule, 0);
         }
         if let Some((priced, seconds)) = fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &allowed) {
             return (priced.schedule.algorithm, Reason::Model, (seconds * 1e9) as u64);
@@ -204,8 +220,12 @@ fn by_start_rules(
     start::schedule(desc, bytes, hosts, topology.is_some_and(|topology| topology.full_nvlink), allowed)
 }
 
-/// Predicted nanoseconds of one schedule for an operation, with the measured link. `None` if the link was not measured.
+/// Predicted nanoseconds of one schedule for an operation, with the measured link. `None` if the link was not measured,
+/// and for an all_to_all, because no rank knows all of its sizes.
 pub fn predict(desc: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
+    if desc.kind == Kind::AllToAll {
+        return None;
+    }
     let only = |other: Algorithm| other == algorithm;
     fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
@@ -216,11 +236,12 @@ fn one_order(desc: OpDesc, batched: bool) -> bool {
     desc.kind == Kind::AllReduce && order_shows(desc) && (batched || desc.bytes <= SMALL)
 }
 
-/// Whether an operation may use a schedule. In strict mode only direct exchange is allowed, and for a batch only
-/// schedules that combine every element in the same order.
+/// Whether an operation may use a schedule. In strict mode, and for an all_to_all, only direct exchange is allowed, and
+/// for a batch only schedules that combine every element in the same order.
 pub fn allowed(algorithm: Algorithm, desc: OpDesc, batched: bool, hosts: &Hosts) -> bool {
+    let only_direct = hosts.strict || desc.kind == Kind::AllToAll;
     algorithm.serves(desc.kind)
-        && (!hosts.strict || algorithm == Algorithm::Direct)
+        && (!only_direct || algorithm == Algorithm::Direct)
         && (!batched || algorithm.one_order() || !order_shows(desc))
 }
 
@@ -266,8 +287,9 @@ fn fastest<'a>(
         return None;
     }
     let (alpha, overhead) = (hosts.link.alpha_ns as f64 * 1e-9, overhead_ns(hosts.link) * 1e-9);
-    let link = Link { alpha, overhead, beta: hosts.link.beta_ps_per_byte as f64 * 1e-12 };
-    let model = Model { host: link, network: link, gamma: INSIDE_NS * 1e-9, ranks_per_host: 1 };
+    let beta = hosts.link.beta_ps_per_byte as f64 * 1e-12;
+    let link = Link { alpha, overhead, beta, short_bytes: SHORT_BYTES as f64 };
+    let model = Model { host: link, network: link, gamma: COMBINE_NS * 1e-9, ranks_per_host: 1 };
     let mine = menu.priced.iter().filter(|one| one.schedule.kind == kind && allowed(one.schedule.algorithm));
     mine.map(|priced| (priced, priced.seconds(bytes as f64, &model))).min_by(|a, b| a.1.total_cmp(&b.1))
 }
@@ -280,9 +302,11 @@ fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
     }
 }
 
-/// Nanoseconds that each message of a step costs after the first: a quarter of the latency, at most `MOST_OVERHEAD_NS`.
+/// Nanoseconds that each message of a step costs after the first: what was measured, but at least a quarter of the
+/// latency. This quarter counts at most `MOST_OVERHEAD_NS`, because a further message costs processor time, not delay.
 fn overhead_ns(link: LinkFacts) -> f64 {
-    link.alpha_ns.min(MOST_OVERHEAD_NS * 4) as f64 / 4.0
+    let assumed = (link.alpha_ns / 4).min(MOST_OVERHEAD_NS);
+    link.message_ns.max(assumed) as f64
 }
 
 fn cap(count: usize) -> u8 {
@@ -317,7 +341,8 @@ fn segment(bytes: u64, hosts: &Hosts) -> usize {
     }
     let least = if hosts.ranks == hosts.hosts { LEAST_ALONE } else { LEAST_SEGMENT };
     let most = (1u64 << 30) as f64;
-    let balanced = (bytes as f64 * overhead_ns(hosts.link) / INSIDE_NS).sqrt();
+    let overhead = overhead_ns(hosts.link).min(MOST_OVERHEAD_NS as f64);
+    let balanced = (bytes as f64 * overhead / INSIDE_NS).sqrt();
     (balanced.clamp(least, most) as usize).next_power_of_two().min(1 << 30)
 }
 
@@ -326,7 +351,7 @@ mod tests {
     use super::*;
     use crate::select::rules::Rules;
 
-    const FAST: LinkFacts = LinkFacts { alpha_ns: 30_000, beta_ps_per_byte: 100 };
+    const FAST: LinkFacts = LinkFacts { alpha_ns: 30_000, beta_ps_per_byte: 100, message_ns: 0 };
 
     fn hosts(count: usize, link: LinkFacts) -> Hosts {
         Hosts { hosts: count, ranks: count * 2, least_ranks: 2, link, strict: false }
@@ -459,9 +484,9 @@ mod tests {
             let menu = Menu::new(count);
             let links = [
                 LinkFacts::default(),
-                LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800 },
+                LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800, message_ns: 30_000 },
                 FAST,
-                LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8000 },
+                LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8000, message_ns: 10_000 },
             ];
             let ways = links.map(|link| {
                 [(8, false), (SMALL, false), (1 << 20, true)].map(|(bytes, batched)| {
@@ -508,8 +533,8 @@ mod tests {
         ];
         for _ in 0..20_000 {
             let count = next(20) as usize;
-            let facts =
-                [LinkFacts::default(), FAST, LinkFacts { alpha_ns: next(1 << 40), beta_ps_per_byte: next(1 << 40) }];
+            let any = LinkFacts { alpha_ns: next(1 << 40), beta_ps_per_byte: next(1 << 40), message_ns: next(1 << 40) };
+            let facts = [LinkFacts::default(), FAST, any];
             let hosts = Hosts {
                 hosts: count,
                 ranks: next(1000) as usize,

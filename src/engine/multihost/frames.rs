@@ -10,6 +10,7 @@ use crate::error::{Error, SAME_CALLS, laid_out};
 use crate::op;
 use crate::op::lists;
 use crate::op::words::{Called, MOVED, different};
+use crate::select::inter::SHORT_BYTES;
 
 /// Longest frame.
 pub const FRAME: usize = 16 << 10;
@@ -17,6 +18,7 @@ pub const FRAME: usize = 16 << 10;
 pub const HEADER: usize = 8 + FrameHeader::BYTES;
 /// The largest amount of data that fits into a frame.
 pub const INLINE: usize = FRAME - HEADER;
+const _: () = assert!(INLINE == SHORT_BYTES);
 /// A line of the error text for two ranks that run the same operation, but not the same batch.
 pub const DIFFERED_BEFORE: &str = "what was agreed before it differs";
 

@@ -6,16 +6,19 @@
 //! messages of the round, so no rank can be more than one round ahead, and n rounds take n latencies. A single round
 //! measures nothing, because a rank that starts it late finds its message already there.
 //!
-//! 1. Latency: each host exchanges empty messages with the previous and the next host. The slowest link determines
+//! 1. Pace: each host exchanges empty messages with the previous and the next host. The slowest link determines
 //!    everyone's pace.
-//! 2. Rate: pairs of neighbours exchange messages, so that a host's link carries one exchange at a time. The messages
+//! 2. Latency: then pairs of neighbours do the same. What a round takes longer with two hosts than with one is the cost
+//!    of one more message, which is processor time rather than delay. Two hosts, and hosts on a slow link, skip this
+//!    step.
+//! 3. Rate: the pairs exchange messages with data, so that a host's link carries one exchange at a time. The messages
 //!    have two sizes; the difference between the two times is the time of the bytes alone. Before that, a few large
 //!    messages open TCP's windows.
 //!
-//! All hosts use the worst values that any host measured, because a schedule is as slow as its slowest link. They agree
-//! on these values before each decision about further rounds. Measuring takes about 60 latencies on a fast link, 25 on
-//! a slow one. A later group of the same processes reuses the values, which takes three latencies and lets equal groups
-//! make equal choices.
+//! All hosts use the worst values that any host measured, because a schedule is as slow as its slowest link. The ranks
+//! that exchange messages agree on the times before each decision about further rounds. Measuring takes about 60
+//! latencies on two hosts and 140 to 190 on more, half of that on a slow link. A later group of the same processes
+//! reuses the values, which takes three latencies and lets equal groups make equal choices.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -46,6 +49,8 @@ const OPENS: u32 = 5;
 /// The latencies of those large messages may add up to this many nanoseconds. On an intercontinental link the
 /// measurement is not worth a longer start.
 const OPENING: u64 = 10_000_000;
+/// More than the exchanges of a pair in one turn.
+const MOST_EXCHANGES: u64 = 100;
 
 pub struct Opening {
     /// A hash of the options and everything else that all ranks must agree on.
@@ -70,12 +75,10 @@ pub fn probe(
     inside: Option<&Arc<dyn HostGroup>>,
     Opening { chain, measures, processes, timeout }: Opening,
 ) -> Result<LinkFacts> {
-    let mut agreed = [0u8; 16];
+    let mut agreed = [0u8; 24];
     if host_map.local_rank == 0 {
         let mut probe = Probe { host_map, transport, chain, number: 0, timeout };
-        let worst = if measures { probe.know(processes)? } else { probe.compare()? };
-        agreed[..8].copy_from_slice(&worst.alpha_ns.to_le_bytes());
-        agreed[8..].copy_from_slice(&worst.beta_ps_per_byte.to_le_bytes());
+        agreed = bytes(if measures { probe.know(processes)? } else { probe.compare()? });
     }
     if let Some(inside) = inside {
         let leads = host_map.local_rank == 0;
@@ -91,7 +94,12 @@ pub fn probe(
 
 fn facts(bytes: &[u8]) -> LinkFacts {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-    LinkFacts { alpha_ns: word(0), beta_ps_per_byte: word(8) }
+    LinkFacts { alpha_ns: word(0), beta_ps_per_byte: word(8), message_ns: word(16) }
+}
+
+fn bytes(facts: LinkFacts) -> [u8; 24] {
+    let words = [facts.alpha_ns, facts.beta_ps_per_byte, facts.message_ns];
+    std::array::from_fn(|at| words[at / 8].to_le_bytes()[at % 8])
 }
 
 /// The partner of `host` in each turn; None if it has no partner in that turn. Pair k consists of hosts k and k + 1.
@@ -152,8 +160,8 @@ impl Probe<'_> {
     }
 
     /// Average nanoseconds of a round with the ranks `with`. If one rank is ahead of the other by a part of a latency,
-    /// its rounds are too long and too short by this part in turn, so a measurement needs an even number of them. If
-    /// `with` is empty, rounds only advance `number`, which must stay equal on all hosts.
+    /// its rounds are too long and too short by this part in turn, so a measurement needs an even number of them. Two
+    /// rounds are an echo: the partner sends its second message after it has received our first one.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();
@@ -174,70 +182,116 @@ impl Probe<'_> {
         self.compare()?;
         let known = || KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         let own = known().get(&processes).copied();
-        let [missing, _] = self.worst([u64::from(own.is_none()), 0])?;
-        let [alpha_ns, beta_ps_per_byte] = match own {
-            Some(own) if missing == 0 => self.worst([own.alpha_ns, own.beta_ps_per_byte])?,
+        let missing = self.slowest(&self.others(), u64::from(own.is_none()))?;
+        let facts = match own {
+            Some(own) if missing == 0 => self.worst(&self.others(), own)?,
             _ => self.measure()?,
         };
-        let facts = LinkFacts { alpha_ns, beta_ps_per_byte };
         if !processes.is_empty() {
             known().insert(processes, facts);
         }
         Ok(facts)
     }
 
-    /// Returns the latency in nanoseconds, and picoseconds per byte.
-    fn measure(&mut self) -> Result<[u64; 2]> {
-        let neighbours = self.neighbours();
+    /// Measures the link; the result is the same on all hosts.
+    fn measure(&mut self) -> Result<LinkFacts> {
+        let (neighbours, everyone) = (self.neighbours(), self.others());
         // These rounds synchronize the hosts.
         self.rounds(&neighbours, 0, self.host_map.hosts.len().min(8))?;
-        let [mut alpha_ns, _] = self.rounds(&neighbours, 0, 4).and_then(|own| self.worst([own, 0]))?;
-        if alpha_ns < SLOW_LATENCY {
-            // A thread may be preempted in one block of rounds. The minimum over several blocks ignores that block.
-            let times = if alpha_ns < SLOW_LATENCY / 10 { 8 } else { 4 };
-            let blocks: Result<Vec<u64>> = (0..3).map(|_| self.rounds(&neighbours, 0, times)).collect();
-            let own = blocks?.into_iter().min().expect("three blocks");
-            [alpha_ns, _] = self.worst([own, 0])?;
+        let own = self.rounds(&neighbours, 0, 4)?;
+        let mut pace = self.slowest(&everyone, own)?;
+        let slow = pace >= SLOW_LATENCY;
+        let echoes = if pace < SLOW_LATENCY / 10 { 12 } else { 6 };
+        if !slow {
+            let own = self.latency(&neighbours, echoes)?;
+            pace = self.slowest(&everyone, own)?;
         }
         let HostMap { hosts, host, .. } = self.host_map;
-        let turns: Vec<Option<usize>> =
-            turns_of(hosts.len(), *host).into_iter().map(|partner| partner.map(|at| hosts[at][0])).collect();
-        let mut first = 0;
-        for partner in &turns {
-            first = self.rounds(partner.as_slice(), LARGE, 1)?.max(first);
-        }
-        let [_, first] = self.worst([0, first])?;
-        // Subtract the round trips in which TCP opens its window. The rest is the time of the bytes.
-        let slow = first.saturating_sub(2 * u64::from(OPENS) * alpha_ns) > SLOW_RATE;
-        let (opening, blocks, times) = if slow { (0, 1, 2) } else { (u64::from(OPENS).min(OPENING / alpha_ns), 2, 4) };
-        let mut slowest = 0;
-        for partner in &turns {
-            for _ in 0..opening {
-                self.rounds(partner.as_slice(), LARGE, 1)?;
+        let mut found = LinkFacts { alpha_ns: 1, beta_ps_per_byte: 1, message_ns: 0 };
+        for partner in turns_of(hosts.len(), *host) {
+            let begin = self.number;
+            if let Some(with) = partner.map(|at| [hosts[at][0]]) {
+                // The partner may still be busy with another one.
+                self.rounds(&with, 0, 1)?;
+                let alpha_ns = match (hosts.len(), slow) {
+                    (2, _) | (_, true) => pace,
+                    _ => self.latency(&with, echoes)?,
+                };
+                found.alpha_ns = found.alpha_ns.max(alpha_ns.min(pace));
+                found.beta_ps_per_byte = found.beta_ps_per_byte.max(self.rate(&with, pace)?);
             }
-            let (mut small, mut large) = (u64::MAX, u64::MAX);
-            for _ in 0..blocks {
-                small = self.rounds(partner.as_slice(), SMALL, times)?.min(small);
-                large = self.rounds(partner.as_slice(), LARGE, times)?.min(large);
-            }
-            let per_byte = large.saturating_sub(small).max(1) as f64 / (LARGE - SMALL) as f64;
-            slowest = slowest.max((per_byte * 1000.0) as u64);
+            // Other pairs may need fewer or more exchanges.
+            debug_assert!(self.number < begin + MOST_EXCHANGES);
+            self.number = begin + MOST_EXCHANGES;
         }
-        let [_, beta_ps_per_byte] = self.worst([0, slowest.max(1)])?;
-        Ok([alpha_ns, beta_ps_per_byte])
+        let found = self.worst(&everyone, found)?;
+        let message_ns = pace.saturating_sub(found.alpha_ns).min(found.alpha_ns);
+        Ok(LinkFacts { message_ns, ..found })
     }
 
-    /// The worst values that any host measured; the same on every host.
-    fn worst(&mut self, own: [u64; 2]) -> Result<[u64; 2]> {
-        let data: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let others: Vec<usize> =
-            self.host_map.leaders(0).into_iter().filter(|rank| *rank != self.host_map.me).collect();
+    /// Returns picoseconds per byte of messages to and from the rank in `with`. `pace`: the nanoseconds of a round.
+    fn rate(&mut self, with: &[usize; 1], pace: u64) -> Result<u64> {
+        // After a pause a rate limiter, such as a token bucket, lets some bytes pass at once. The first large message
+        // uses them up.
+        let first = self.rounds(with, LARGE, 1)?;
+        let first = self.slowest(with, first)?;
+        // Subtract the round trips in which TCP opens its window. The rest is the time of the bytes.
+        let slow = first.saturating_sub(2 * u64::from(OPENS) * pace) > SLOW_RATE;
+        let (opening, echoes) = if slow { (0, 1) } else { (u64::from(OPENS).min(OPENING / pace), 4) };
+        for _ in 0..opening {
+            self.rounds(with, LARGE, 1)?;
+        }
+        let (mut small, mut large) = (u64::MAX, u64::MAX);
+        for _ in 0..echoes {
+            large = self.rounds(with, LARGE, 2)?.min(large);
+            small = self.rounds(with, SMALL, 2)?.min(small);
+        }
+        // A rank that is ahead of its partner measures too much, and the partner too little.
+        let (small, large) = (self.mean(with, small)?, self.mean(with, large)?);
+        let nanoseconds = large.saturating_sub(small).max(1);
+        Ok((nanoseconds as f64 * 1000.0 / (LARGE - SMALL) as f64) as u64)
+    }
+
+    /// The nanoseconds of a round of empty messages: the lower quartile of several echoes, because a thread may be
+    /// preempted in some of them.
+    fn latency(&mut self, with: &[usize], echoes: usize) -> Result<u64> {
+        let all: Result<Vec<u64>> = (0..echoes).map(|_| self.rounds(with, 0, 2)).collect();
+        let mut all = all?;
+        all.sort_unstable();
+        Ok(all[all.len() / 4])
+    }
+
+    /// The mean of the values of this rank and its partner.
+    fn mean(&mut self, with: &[usize; 1], own: u64) -> Result<u64> {
+        let mut sum = own;
+        self.exchange(with, with, &own.to_le_bytes(), |theirs| {
+            sum += u64::from_le_bytes(theirs.try_into().expect("eight bytes"));
+        })?;
+        Ok(sum / 2)
+    }
+
+    /// The first ranks of all other hosts.
+    fn others(&self) -> Vec<usize> {
+        self.host_map.leaders(0).into_iter().filter(|rank| *rank != self.host_map.me).collect()
+    }
+
+    /// The worst values that this rank and the ranks `with` measured; the same on all of them.
+    fn worst(&mut self, with: &[usize], own: LinkFacts) -> Result<LinkFacts> {
         let mut worst = own;
-        self.exchange(&others, &others, &data, |theirs| {
-            let LinkFacts { alpha_ns, beta_ps_per_byte } = facts(theirs);
-            worst = [worst[0].max(alpha_ns), worst[1].max(beta_ps_per_byte)];
+        self.exchange(with, with, &bytes(own), |theirs| {
+            let theirs = facts(theirs);
+            worst = LinkFacts {
+                alpha_ns: worst.alpha_ns.max(theirs.alpha_ns),
+                beta_ps_per_byte: worst.beta_ps_per_byte.max(theirs.beta_ps_per_byte),
+                message_ns: worst.message_ns.max(theirs.message_ns),
+            };
         })?;
         Ok(worst)
+    }
+
+    /// The largest of the values of this rank and the ranks `with`; the same on all of them.
+    fn slowest(&mut self, with: &[usize], own: u64) -> Result<u64> {
+        self.worst(with, LinkFacts { alpha_ns: own, ..LinkFacts::default() }).map(|worst| worst.alpha_ns)
     }
 }
 
