@@ -76,10 +76,10 @@ ROWS = [
     Row("transfer", "2,000 tensors of 4 KiB", ONE, HERE, 2.0, lists(2000, (1024,))),
     Row("transfer", "32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64))),
     Row("transfer", "isend_tensors, 32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64), True)),
-    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, single", ONE, HERE, 1.5, pages(64, 1)),
-    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, 8 in sequence", ONE, HERE, 1.5, pages(64, 8)),
+    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, single", ONE, HERE, 2.0, pages(64, 1)),
+    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, 8 in sequence", ONE, HERE, 2.0, pages(64, 8)),
     Row("transfer", "2,000 tensors of 2 KiB", ONE, APART, 2.0, lists(2000, (512,))),
     Row("transfer", "2,000 tensors of 4 KiB", ONE, APART, 2.0, lists(2000, (1024,))),
     Row("transfer", "32 tensors of 512 KiB", ONE, APART, 1.5, lists(32, (2, 16, 64, 64))),
-    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, single", ONE, APART, 1.5, pages(64, 1)),
+    Row("transfer", "send_pages, 8 layers, 64 pages of 32 KiB, single", ONE, APART, 2.0, pages(64, 1)),
 ]

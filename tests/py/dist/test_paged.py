@@ -21,6 +21,7 @@ def caches() -> list[torch.Tensor]:
         torch.arange(2 * 12 * 5).view(2, 12, 5).transpose(0, 1),
         torch.arange(12),
         torch.empty(12, 0),
+        torch.arange(12 * 512.0).view(12, 512),
         torch.arange(12 * 70_000).view(12, -1).to(torch.int16),
     ]
 
@@ -98,6 +99,7 @@ def test_what_does_not_fit_is_refused_and_later_pages_arrive() -> None:
 def held_back(ctx: Context) -> Any:
     """Rank 1 calls only when rank 0 waits for it. Eight layers of 16 MiB; a window holds half a layer."""
     import torch_sagellm
+    from torch_sagellm.parallel import moving
 
     ctx.init()
     asked: list[int] = []
@@ -108,7 +110,7 @@ def held_back(ctx: Context) -> Any:
         assert all(bool((layer == number).all()) for number, layer in enumerate(cache))
         dist.destroy_process_group()
         return None
-    begin = dist.isend
+    begin, ours = dist.isend, moving.lists_of(None)
 
     class Watched:
         def __init__(self, work: Any) -> None:
@@ -120,8 +122,13 @@ def held_back(ctx: Context) -> Any:
                 ctx.tell(len(asked))
             self.work.wait()
 
+    class Lists:
+        def _send_list(self, *given: Any) -> Watched:
+            return Watched(ours._send_list(*given))
+
     told: list[int] = []
     dist.isend = lambda tensor, **named: Watched(begin(tensor, **named))
+    moving.lists_of = lambda _: Lists()
 
     def computed() -> Iterator[torch.Tensor]:
         for number in range(8):

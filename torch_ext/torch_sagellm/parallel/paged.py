@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_sagellm.api.arguments import checked_dense, checked_written
-from torch_sagellm.parallel import packing
+from torch_sagellm.parallel import moving, packing
 from torch_sagellm.parallel.transfer import WINDOW
 
 #: The header before each layer has HEADER_BYTES. It begins with MAGIC; a description of the layer follows.
@@ -34,8 +34,8 @@ def send_pages(
     A layer is a tensor on the CPU whose first dimension counts pages; keys and values may be two layers, or one layer
     with both in a page. ``layers`` may be a generator that computes: a layer is sent when it is yielded, and the next
     one is requested while it is in flight. At most ``window`` bytes are in flight, so a slow receiver delays the
-    generator. Pages with consecutive numbers are sent from their memory; others are copied together first. It returns
-    when all pages may be changed again; pages in flight must not change before.
+    generator. Pages are sent from their memory; if they have less than 1 KiB, or the layer is not contiguous, they are
+    copied together first. It returns when all pages may be changed again; pages in flight must not change before.
 
     If a layer is not dense or not on the CPU, or has no page for a block, it raises a ValueError before it sends the
     layer. If a layer is not a tensor, it raises a TypeError.
@@ -51,12 +51,23 @@ def send_pages(
     if window < 1:
         raise ValueError(f"sagellm send_pages: window is {window} bytes, expected 1 or more")
     table = _table("send_pages", blocks)
+    ours = moving.lists_of(group)
     under_way: deque[Callable[[], None]] = deque()
 
-    def send(data: Tensor) -> None:
+    def begin(work: Callable[[], Any]) -> None:
         if len(under_way) == 2:
             under_way.popleft()()
-        under_way.append(dist.isend(data, group_dst=dst, group=group, tag=tag).wait)
+        under_way.append(work().wait)
+
+    def send(data: Tensor) -> None:
+        begin(lambda: dist.isend(data, group_dst=dst, group=group, tag=tag))
+
+    def send_part(layer: Tensor, part: Tensor) -> None:
+        if _goes_as_list(ours, layer):
+            pages = _pages(layer, part)
+            begin(lambda: ours._send_list(pages, 0, len(pages), dst, tag))
+        else:
+            send(_together(layer, part))
 
     number = 0
     try:
@@ -64,7 +75,7 @@ def send_pages(
             _check("send_pages", number - 1, layer, table)
             send(_header([packing.name(layer.dtype), list(layer.shape[1:]), len(table), window]))
             for part in _parts(table, layer, window):
-                send(_together(layer.detach(), part))
+                send_part(layer.detach(), part)
         send(_header(number))
     except BaseException:
         send(_header(-1))  # the receiver then expects no more layers
@@ -170,6 +181,34 @@ def _follow(part: Tensor) -> bool:
     return int(part[-1]) - first + 1 == len(part) and torch.equal(part, torch.arange(first, first + len(part)))
 
 
+def _is_plain(layer: Tensor) -> bool:
+    """Whether the bytes of the layer are its numbers, page after page.
+
+    A view that is conjugated or negated when it is read must not be passed: torch would refuse it, or pass a copy to
+    the backend.
+    """
+    return layer.is_contiguous() and not (layer.is_conj() or layer.is_neg())
+
+
+def _goes_as_list(ours: Any, layer: Tensor) -> bool:
+    """Whether one call takes the pages of a message from where they are, or to where they belong.
+
+    The bytes of the message are the same either way, so each side decides for itself. Tiny pages are copied together.
+    """
+    return ours is not None and _is_plain(layer) and layer[:1].nbytes >= packing.TINY
+
+
+def _pages(layer: Tensor, part: Tensor) -> list[Tensor]:
+    """The pages of a message where they are: a view of each run of consecutive numbers."""
+    numbers = part.tolist()
+    ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+    runs = zip([0, *ends], [*ends, len(numbers)], strict=True)
+    one, several = layer.select, layer.narrow  # the first takes two thirds of the other's time
+    return [
+        one(0, numbers[begin]) if end == begin + 1 else several(0, numbers[begin], end - begin) for begin, end in runs
+    ]
+
+
 def _together(layer: Tensor, part: Tensor) -> Tensor:
     """The pages of a message in contiguous memory; not copied if their numbers are consecutive."""
     if _follow(part):
@@ -188,13 +227,16 @@ def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, windo
             with torch.inference_mode():  # every tensor may be written in this mode
                 layer.index_copy_(0, part, data)
 
-    # A view that is conjugated or negated when it is read must not be passed: torch would refuse it, or pass a copy to
-    # the backend.
-    whole = layer.is_contiguous() and not (layer.is_conj() or layer.is_neg())
+    ours = moving.lists_of(group)
+    as_list, plain = _goes_as_list(ours, layer), _is_plain(layer)
     for part in _parts(table, layer, window):
         if len(under_way) == 2:
             end()
-        direct = whole and _follow(part)
+        if as_list:
+            pages = _pages(layer, part)
+            under_way.append((ours._recv_list(pages, 0, len(pages), src, tag), layer, None))
+            continue
+        direct = plain and _follow(part)
         if direct:
             data = layer[int(part[0]) : int(part[0]) + len(part)]
         else:
