@@ -191,13 +191,13 @@ pub(crate) fn without_rules(
 ) -> (Algorithm, Reason, u64) {
     let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
     let predicted = |algorithm| predict(desc, algorithm, hosts, menu).unwrap_or(0);
+    if desc.kind == Kind::AllToAll {
+        return (Algorithm::Direct, Reason::NoCommonSize, 0);
+    }
     if policy.topology.is_none() && policy.measure_link {
         if one_order(desc, batched) {
             let algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
             return (algorithm, Reason::OneOrder, predicted(algorithm));
-        }
-        if desc.kind == Kind::AllToAll {
-            return (Algorithm::Direct, Reason::OneSchedule, 0);
         }
         if let Some((priced, seconds)) = fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &allowed) {
             return (priced.schedule.algorithm, Reason::Model, (seconds * 1e9) as u64);
@@ -494,6 +494,18 @@ mod tests {
                 })
             });
             assert!(ways.iter().flatten().all(|way| *way == ways[0][0]), "{count} hosts: {ways:?}");
+        }
+    }
+
+    #[test]
+    fn an_all_to_all_is_exchanged_directly_over_any_link_and_under_any_rule() {
+        let slow = LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8, message_ns: 1_000_000 };
+        for (count, link) in [(2, FAST), (16, slow), (16, LinkFacts::default())] {
+            let policy = Policy { rules: Rules::parse("*:0-=bruck").unwrap(), ..Policy::default() };
+            let all_to_all = desc(Kind::AllToAll, 1 << 20);
+            let found = between_hosts(all_to_all, false, &hosts(count, link), &Menu::new(count), &policy);
+            assert_eq!((found.algorithm, found.reason), (Algorithm::Direct, Reason::NoCommonSize));
+            assert_eq!(found.predicted_ns, 0, "no rank knows its size");
         }
     }
 

@@ -115,6 +115,9 @@ impl Rule {
             Some(Kind::AllToAll) if (from, to) != (0, u64::MAX) => {
                 Err("no rank knows all the sizes of an all_to_all, so its range must be 0-".into())
             }
+            Some(Kind::AllToAll) if matches!(way, AlgorithmChoice::Hosts { algorithm, .. } if algorithm != Algorithm::Direct) => {
+                Err("between hosts an all_to_all is always exchanged directly".into())
+            }
             Some(kind) if matches!(way, AlgorithmChoice::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
                 Err(format!("there is no such schedule for {kind}"))
             }
@@ -325,6 +328,7 @@ mod tests {
             ("all_reduce:0-=trees", "or one of ring, torus, binomial_tree, double_tree, recursive_doubling,"),
             ("all_reduce:0-=trees", "dissemination, tree, hierarchical"),
             ("all_gather:0-=tree", "no such schedule for all_gather"),
+            ("all_to_all:0-=bruck", "always exchanged directly"),
             ("all_reduce:0-=hierarchical(ring)", "\"ring\" is not leaders=COUNT"),
             ("all_reduce:0-=rounds", "rounds need their chunk"),
             ("all_reduce:0-=rounds(100)", "multiple of 64"),
