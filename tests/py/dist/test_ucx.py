@@ -63,10 +63,13 @@ def floats(ctx: Context, names: list[str]) -> str:
 
 @pytest.mark.parametrize("more", [{}, {"UCX_TLS": "all"}, {"SAGELLM_FUSION": "0", "UCX_RNDV_THRESH": "1k"}])
 def test_the_bits_are_those_of_the_link_over_tcp(three_hosts: list[str], more: dict[str, str]) -> None:
-    """Also if UCX uses the shared memory of this machine, and if it leaves even short data at the sender."""
+    """Also if UCX uses the shared memory of this machine, and if it leaves even short data at the sender.
+
+    The links are not measured: the order of large sums depends on what is measured.
+    """
     hashes = set()
     for env in (TCP, {**ENV, "SAGELLM_LOG": "info", **more}):
-        with launch(floats, 3, three_hosts, env=env) as job:
+        with launch(floats, 3, three_hosts, env={**env, "SAGELLM_MEASURE_LINK": "0"}) as job:
             hashes.update(job.values(100))
             outputs = [each.output() for each in job.ranks]
     assert len(hashes) == 1
