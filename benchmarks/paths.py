@@ -5,7 +5,7 @@ Two network namespaces, with one rank each, are connected by four cables of 1 Gb
 of an all_reduce and of messages in one direction; then, in the same processes, that of one plain TCP connection per
 cable that sends the same bytes. Then the ranks all_reduce 1 MiB again and again while three cables are taken down, one
 every second. The delay is the longest call after a cable went down, less the median of the calls before it. Starts with
-one connection and with four take turns.
+one connection and with four take turns. TCP uses `cubic` between the hosts.
 
     python benchmarks/paths.py
     python benchmarks/paths.py --starts 10 --rate 500mbit
@@ -165,7 +165,7 @@ def rank(names: list[str], folder: Path) -> None:
 def start(links: int, rate: str) -> dict[str, Any]:
     import net
 
-    with net.Cables([rate] * CABLES) as cables, tempfile.TemporaryDirectory() as name:
+    with net.Cables([rate] * CABLES, congestion="cubic") as cables, tempfile.TemporaryDirectory() as name:
         place = {
             "MASTER_ADDR": "10.233.0.1", "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1, "SAGELLM_LINKS": links,
             "SAGELLM_SOCKET_IFNAMES": ",".join(cables.interfaces[:links]),
