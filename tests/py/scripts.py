@@ -149,11 +149,26 @@ def torchrun(
     env: dict[str, str] | None = None,
     warm: bool = True,
 ) -> str:
-    """Runs a script under torchrun on this host, requires that it succeeds, and returns its output.
+    """Runs a script under torchrun on this host, requires that it succeeds, and returns its output: torchrun's own,
+    then each rank's. Each rank writes to files of its own, because two ranks that print to one pipe write into each
+    other's lines (torchrun starts Python with ``-u``, so one ``print`` is several writes).
 
     `warm`: torchrun and the ranks that it starts are forks that have imported torch.
     """
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script), *args]
-    done = run_script(command, timeout, env, warm=warm)
-    assert done.returncode == 0, f"torchrun {script} ended with {done.returncode}\n{done.stdout[-8000:]}"
-    return done.stdout
+    with tempfile.TemporaryDirectory() as logs:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["--log-dir", logs, "--redirects", "3", str(script), *args]
+        try:
+            done = run_script(command, timeout, env, warm=warm)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{of_ranks(logs)[-6000:]}") from None
+        output = done.stdout + of_ranks(logs)
+    assert done.returncode == 0, f"torchrun {script} ended with {done.returncode}\n{output[-8000:]}"
+    return output
+
+
+def of_ranks(logs: str) -> str:
+    """What the ranks have written to torchrun's folder of logs, one file after the other: by attempt, then by rank."""
+    files = [*Path(logs).glob("*/attempt_*/*/std*.log")]
+    files.sort(key=lambda file: (int(file.parts[-3].removeprefix("attempt_")), int(file.parts[-2]), file.name))
+    return without_noise("".join(file.read_text(errors="replace") for file in files))

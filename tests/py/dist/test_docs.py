@@ -140,7 +140,7 @@ def compare(where: str, expected: str, printed: str, *, in_order: bool = True) -
     found = "".join(f"{line}\n" for line in said if line)
     if in_order:
         assert re.fullmatch("".join(lines), found), f"{where} prints\n{found}\nand the page says\n{expected}"
-    for line in lines:  # ranks may write into each other's lines
+    for line in lines:  # the output of a program has the lines of all its ranks
         assert re.search(line.removesuffix(r"\n"), found), f"{where} prints\n{found}\nand not {line!r}"
 
 
