@@ -11,6 +11,10 @@
 //! the path has delivered what it had, it is used again, and it has twice as much time before it is suspected again;
 //! otherwise, if the network drops packets, everything would be sent again and again. If all paths are suspected, each
 //! keeps its segments.
+//!
+//! Each segment tells the peer which paths its sender suspects. The peer sends nothing new on these, and suspects them
+//! itself as soon as its own bytes do not advance there. Otherwise the two sides of a dead path would notice it one
+//! after the other, and an operation of several steps would be delayed twice.
 
 #![allow(unsafe_code)] // calls `Path::send`, for whose pieces this file vouches
 
@@ -80,6 +84,8 @@ struct Lane<P> {
     /// Whether the system accepts no more for now.
     blocked: bool,
     trust: Trust,
+    /// Whether the peer suspects this path, by its latest segment.
+    peer_suspects: bool,
     /// How much the peer had acknowledged on this path (`Progress::acked`) when another path last ended.
     doubted_at: u64,
 }
@@ -126,7 +132,8 @@ impl<P: Path> Stripes<P> {
             self.lanes.resize_with(number + 1, || None);
         }
         let (in_flight, trust) = (VecDeque::new(), Trust::new(Instant::now()));
-        self.lanes[number] = Some(Lane { path, writing: None, in_flight, blocked: false, trust, doubted_at: 0 });
+        let (writing, blocked, peer_suspects) = (None, false, false);
+        self.lanes[number] = Some(Lane { path, writing, in_flight, blocked, trust, peer_suspects, doubted_at: 0 });
         self.pump();
     }
 
@@ -199,6 +206,15 @@ impl<P: Path> Stripes<P> {
         Ok(())
     }
 
+    /// Notes which paths the peer suspects, one bit each.
+    pub fn peer_suspects(&mut self, paths: u64) {
+        for (number, lane) in self.lanes.iter_mut().enumerate() {
+            if let Some(lane) = lane {
+                lane.peer_suspects = paths & 1 << number != 0;
+            }
+        }
+    }
+
     // --------------------------------------------------------------------------------------------------------- writing
 
     /// Appends pieces for this range of the stream, as many as fit. Returns the offset behind the last one.
@@ -247,8 +263,14 @@ impl<P: Path> Stripes<P> {
 
     /// The path on which the next segment is sent.
     fn best(&self) -> Option<usize> {
-        let trusted = self.is_any_trusted();
-        let free = |lane: &&Lane<P>| lane.writing.is_none() && !lane.blocked && !(trusted && lane.trust.is_suspect());
+        // One that both sides trust; if there is none, one that this side trusts; else any.
+        let doubt = |lane: &Lane<P>| match (lane.trust.is_suspect(), lane.peer_suspects) {
+            (true, _) => 2,
+            (false, true) => 1,
+            (false, false) => 0,
+        };
+        let least = self.lanes.iter().flatten().map(doubt).min()?;
+        let free = |lane: &&Lane<P>| lane.writing.is_none() && !lane.blocked && doubt(lane) == least;
         let lanes = self.lanes.iter().enumerate();
         let free = lanes.filter_map(|(number, lane)| lane.as_ref().filter(free).map(|lane| (number, lane)));
         free.min_by_key(|(_, lane)| lane.path.backlog() / UNIT).map(|(number, _)| number)
@@ -278,6 +300,7 @@ impl<P: Path> Stripes<P> {
                 at: range.start,
                 bytes: (range.end - range.start) as u32,
                 ack: self.ack.load(Ordering::Acquire),
+                suspected: self.suspected(),
             };
             self.ack_due = false;
             let lane = self.lanes[best].as_mut().expect("it is open");
@@ -376,6 +399,13 @@ impl<P: Path> Stripes<P> {
         self.lanes.iter().any(Option::is_some)
     }
 
+    /// The numbers of the paths that are suspected, one bit each.
+    fn suspected(&self) -> u64 {
+        let lanes = self.lanes.iter().enumerate();
+        let suspected = lanes.filter(|(_, lane)| lane.as_ref().is_some_and(|lane| lane.trust.is_suspect()));
+        suspected.fold(0, |all, (number, _)| all | 1 << number)
+    }
+
     /// Whether there is a path that is not suspected.
     pub fn is_any_trusted(&self) -> bool {
         self.lanes.iter().flatten().any(|lane| !lane.trust.is_suspect())
@@ -399,7 +429,7 @@ impl<P: Path> Stripes<P> {
             // Bytes that wait because the peer reports no room prove that the peer is alive.
             lives |= progress.acked != lane.doubted_at || (!progress.owes && lane.path.backlog() > 0);
             longest = longest.max(progress.round_trip * 4);
-            if let Some(Turned { suspect, first }) = lane.trust.look(&progress, now, paused) {
+            if let Some(Turned { suspect, first }) = lane.trust.look(&progress, now, lane.peer_suspects, paused) {
                 changed = true;
                 if first {
                     changes.push(if suspect { Change::Stalled(number) } else { Change::Advances(number) });

@@ -7,6 +7,9 @@ use super::path::Progress;
 /// If a path owes acknowledgements for longer than this, other paths take over. The kernel sends again after 200 ms at
 /// the earliest.
 const STALL: Duration = Duration::from_millis(110);
+/// The same if the peer suspects the path too: less than the time between two checks, so the path has to advance from
+/// one check to the next.
+const CONFIRMED: Duration = Duration::from_millis(15);
 /// `PATIENT`: the largest `patience` of a path that was suspected wrongly. `FORGIVEN`: after this long without a new
 /// suspicion, the path has the patience `STALL` again.
 const PATIENT: Duration = Duration::from_secs(2);
@@ -43,9 +46,11 @@ impl Trust {
         self.suspect
     }
 
-    /// Checks the progress. `paused`: this process was stopped, so nothing follows from the time that has passed.
-    pub fn look(&mut self, progress: &Progress, now: Instant, paused: bool) -> Option<Turned> {
+    /// Checks the progress. `confirmed`: the peer suspects this path. `paused`: this process was stopped, so nothing
+    /// follows from the time that has passed.
+    pub fn look(&mut self, progress: &Progress, now: Instant, confirmed: bool, paused: bool) -> Option<Turned> {
         let first = self.patience == STALL;
+        let patience = if confirmed { CONFIRMED } else { self.patience }.max(progress.round_trip * 4);
         if progress.acked != self.acked || !progress.owes {
             (self.acked, self.since) = (progress.acked, now);
             if self.suspect && (!progress.owes || progress.acked - self.suspected_at >= ADVANCE) {
@@ -58,7 +63,7 @@ impl Trust {
             }
         } else if paused {
             self.since = now;
-        } else if !self.suspect && now.duration_since(self.since) >= self.patience.max(progress.round_trip * 4) {
+        } else if !self.suspect && now.duration_since(self.since) >= patience {
             (self.suspect, self.suspected_at) = (true, progress.acked);
             return Some(Turned { suspect: true, first });
         }

@@ -242,6 +242,60 @@ fn a_path_that_stalls_is_taken_over_and_used_again_when_it_advances() {
     assert!(network.frames.ended[0].1 == data(1 << 20, 2));
 }
 
+/// Both sides send in each step of an operation. The side that notices the dead path first tells the other.
+#[test]
+fn a_path_that_the_peer_suspects_gets_nothing_new_and_is_taken_over_at_the_next_check() {
+    let mut network = Network::new(2);
+    network.open(0, 1 << 30);
+    network.open(1, 1 << 30);
+    let slot = network.push(1, data(200_000, 1));
+    network.carry(1, usize::MAX);
+    assert_eq!(network.pass_time(LOOK * 2), []);
+    network.stripes.peer_suspects(1 << 0);
+    assert_eq!(network.pass_time(LOOK), [Change::Stalled(0)]);
+    network.carry(1, usize::MAX);
+    assert!(slot.has_ended(), "after 60 ms, by the other path");
+    // The peer may be wrong: a path that advances is not suspected, but it gets nothing new for as long as the peer
+    // suspects it.
+    let mut network = Network::new(2);
+    network.open(0, 1 << 30);
+    network.open(1, 1 << 30);
+    network.push(1, data(100, 1));
+    network.stripes.peer_suspects(1 << 0);
+    network.carry(0, usize::MAX);
+    assert_eq!(network.pass_time(LOOK * 4), []);
+    network.push(2, data(200_000, 2));
+    assert!(network.cables[0].borrow().bytes.is_empty() && !network.cables[1].borrow().bytes.is_empty());
+    network.carry(1, usize::MAX);
+    network.stripes.peer_suspects(0);
+    network.push(3, data(10, 3));
+    assert!(!network.cables[0].borrow().bytes.is_empty());
+    // If this side trusts only paths that the peer suspects, it uses these.
+    network.stripes.peer_suspects(1 << 0 | 1 << 1);
+    network.push(4, data(200_000, 4));
+    assert!(!network.cables[1].borrow().bytes.is_empty());
+}
+
+/// What a side suspects is in the next segment that it sends, an empty one if there is nothing to send.
+#[test]
+fn the_peer_is_told_which_paths_are_suspected() {
+    let mut network = Network::new(2);
+    network.open(0, 100);
+    network.open(1, 1 << 30);
+    network.push(1, data(1000, 1));
+    network.pass_time(Duration::from_millis(200));
+    let told = |cable: &Shared| {
+        let head: Vec<u8> = cable.borrow().bytes.iter().take(HEAD).copied().collect();
+        Segment::read(head.as_slice().try_into().unwrap()).unwrap().suspected
+    };
+    assert_eq!((told(&network.cables[0]), told(&network.cables[1])), (0, 1 << 0));
+    network.carry(1, usize::MAX);
+    network.open(0, 1 << 30);
+    network.carry(0, usize::MAX);
+    assert_eq!(network.pass_time(LOOK), [Change::Advances(0)]);
+    assert_eq!(told(&network.cables[0]), 0);
+}
+
 #[test]
 fn when_all_paths_stall_each_keeps_what_it_has() {
     let mut network = Network::new(2);
@@ -342,6 +396,7 @@ fn frames_arrive_once_and_in_order_whatever_happens_to_the_paths() {
                     assert!(network.stripes.lose(path, network.now));
                 }
                 4 => drop(network.pass_time(Duration::from_millis(60))),
+                13 => network.stripes.peer_suspects(below(1 << paths)),
                 5 if !given.is_empty() && below(4) == 0 => {
                     let number = below(given.len() as u64);
                     let is_it = |one: &Outgoing| one.frame.number == number;
