@@ -194,6 +194,10 @@ void bind_backend(py::module_& module) {
       .def(
           "_stats",
           [](const SageBackend& self) { return parsed(ask(self, [](const RustGroup& core) { return core.stats(); })); })
+      .def("_totals",
+           [](const SageBackend& self) {
+             return parsed(ask(self, [](const RustGroup& core) { return core.totals(); }));
+           })
       .def(
           "_records",
           [](const SageBackend& self, size_t last) {

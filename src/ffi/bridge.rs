@@ -417,6 +417,8 @@ pub mod ffi {
         fn estimate(self: &RustGroup, request: &Request) -> Result<u64>;
         /// All counters and times.
         fn stats(self: &RustGroup) -> Result<String>;
+        /// The sums of each kind of operation: a small part of `stats`, for callers that ask often.
+        fn totals(self: &RustGroup) -> Result<String>;
         /// The last `last` operations, the oldest first. If the oldest pending operation is older than these, it
         /// precedes them.
         fn records(self: &RustGroup, last: usize) -> Result<String>;

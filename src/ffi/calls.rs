@@ -173,6 +173,13 @@ impl RustGroup {
             Ok(counted::counts(&counts, (group.rank(), group.size()), moment, group::NAMES))
         })
     }
+    pub(super) fn totals(&self) -> Outcome<String> {
+        guarded(|| {
+            self.group.not_forked()?;
+            let (since, totals) = self.group.totals();
+            Ok(counted::totals(since, &totals))
+        })
+    }
     pub(super) fn records(&self, last: usize) -> Outcome<String> {
         guarded(|| {
             self.group.not_forked()?;

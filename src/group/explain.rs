@@ -15,6 +15,7 @@ use crate::select::explain::{Batch, CallsOf, Explanation, Past, Scaled};
 use crate::select::start::{Start, Topology};
 use crate::select::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::stats::Stats;
+use crate::stats::Total;
 use crate::stats::Typical;
 use crate::stats::export;
 use crate::stats::export::{Moment, Names};
@@ -330,6 +331,12 @@ impl Group {
     pub fn stats(&self) -> (Stats, Moment) {
         let stats = self.lock().stats.counts();
         (stats, Moment::now())
+    }
+
+    /// The sums of each kind since creation or the last reset, and when that was (`Stats::since`).
+    pub fn totals(&self) -> (u64, Vec<Total>) {
+        let stats = &mut self.lock().stats;
+        (stats.since(), stats.totals())
     }
 
     /// A copy of the history of the last operations.

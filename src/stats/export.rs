@@ -1,7 +1,7 @@
 //! Counts and records as JSON, for Python and for the file of a failed group.
 
 use super::history::{History, Record, State};
-use super::{Cell, MIXED, Stats};
+use super::{Cell, MIXED, Stats, Total};
 use crate::json;
 use crate::op::NOBODY;
 use crate::types::{ANY_RANK, Dtype, ReduceOp};
@@ -51,6 +51,19 @@ pub fn counts(
         to.number("host_staged_count", staged.count).number("host_staged_bytes", staged.bytes);
         to.list("waits", stats.waits(), |out, wait| json::numbers(out, [wait.count, wait.total, wait.longest]));
         to.list("cells", stats.cells(), |out, cell| write_cell(out, cell, path));
+    })
+}
+
+/// The sums of each kind: `Totals` of `_C.pyi`.
+pub fn totals(since: u64, totals: &[Total]) -> String {
+    json::text(|to| {
+        to.number("since", since);
+        to.list("kinds", totals, |out, total| {
+            json::object(out, |to| {
+                to.string("kind", total.kind.name());
+                to.number("count", total.count).number("bytes", total.bytes).number("waiting", total.waiting);
+            });
+        });
     })
 }
 

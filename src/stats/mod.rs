@@ -103,6 +103,15 @@ impl Cell {
     }
 }
 
+/// The sums of a kind's calls, with fields like those of `Cell`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Total {
+    pub kind: Kind,
+    pub count: u64,
+    pub bytes: u64,
+    pub waiting: u64,
+}
+
 /// A usual time of the calls of one kind and size class.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Typical {
@@ -210,6 +219,19 @@ impl Stats {
             history: self.history.without_records(),
             since: self.since,
         }
+    }
+
+    /// The counts of each kind that has any.
+    pub fn totals(&mut self) -> Vec<Total> {
+        self.fold_all();
+        let mut totals = Kind::ALL.map(|kind| Total { kind, count: 0, bytes: 0, waiting: 0 });
+        for cell in &self.cells {
+            let total = totals.iter_mut().find(|total| total.kind == cell.kind).expect("it has every kind");
+            total.count += cell.count;
+            total.bytes += cell.bytes;
+            total.waiting += cell.waiting;
+        }
+        totals.into_iter().filter(|total| total.count > 0 || total.waiting > 0).collect()
     }
 
     /// The usual time of the calls in each size class of the kind, the smallest class first. A class is left out if too

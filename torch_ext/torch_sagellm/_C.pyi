@@ -129,6 +129,19 @@ class Stats(TypedDict):
     waits: list[list[int]]
     cells: list[Cell]
 
+class Total(TypedDict):
+    """The sums of one kind of operation, with fields like those of `Cell`."""
+
+    kind: str
+    count: int
+    bytes: int
+    waiting: int
+
+class Totals(TypedDict):
+    #: As in `Stats`.
+    since: int
+    kinds: list[Total]
+
 class Record(TypedDict):
     """One of the last operations: src/stats/history.rs. A rank of -1 means no rank or any rank."""
 
@@ -255,6 +268,8 @@ class SageBackend:
     #: The reason why tensors on devices of this kind go through host memory.
     def _device_reason(self, device: str) -> str: ...
     def _stats(self) -> Stats: ...
+    #: A small part of `_stats`, for callers that ask often.
+    def _totals(self) -> Totals: ...
     #: The last `last` records, oldest first, preceded by the record of the oldest pending operation.
     def _records(self, last: int = ...) -> list[Record]: ...
     def _reset_stats(self) -> None: ...

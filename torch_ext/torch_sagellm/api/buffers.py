@@ -297,15 +297,12 @@ class monitor_communication:  # named like a function, because it is used like o
     ) -> None:
         report = self.report
         report.seconds = perf_counter() - self._began
-        for (group, op), after in _totals().items():
-            before = self._before.get((group, op), (0, 0, 0))
-            # A smaller count means that the counts were reset meanwhile, or that another group has the name now.
-            count, nbytes, waiting = (
-                new - old if after[0] >= before[0] else new for new, old in zip(after, before, strict=True)
-            )
+        for key, after in _totals().items():
+            before = self._before.get(key, (0, 0, 0))
+            count, nbytes, waiting = (new - old for new, old in zip(after, before, strict=True))
             if count:
-                report.operations[op] = report.operations.get(op, 0) + int(count)
-            report.nbytes += int(nbytes)
+                report.operations[key[-1]] = report.operations.get(key[-1], 0) + count
+            report.nbytes += nbytes
             report.waiting += waiting / stats.MS / 1e3
         if self._printed:
             print(report, file=sys.stderr)
@@ -323,17 +320,17 @@ def _mark_coroutine(function: Any) -> None:
         mark(function)
 
 
-def _totals() -> dict[tuple[str, str], tuple[float, float, float]]:
-    """Number of operations, bytes and nanoseconds of waiting, by group and kind, over all groups of ours."""
+def _totals() -> dict[tuple[str, int, str], tuple[int, int, int]]:
+    """Number of operations, bytes and nanoseconds of waiting over all groups of ours, by group, the time since which it
+    counts, and kind."""
     import torch.distributed as dist
 
-    totals: dict[tuple[str, str], tuple[float, float, float]] = {}
+    totals: dict[tuple[str, int, str], tuple[int, int, int]] = {}
     for member in stats.members("all") if dist.is_initialized() else []:
-        for cell in member.backend._stats()["cells"]:
-            count, nbytes, waiting = totals.get((member.name, cell["kind"]), (0, 0, 0))
-            sums = (count + cell["count"], nbytes + cell["bytes"], waiting + cell["waiting"])
-            totals[member.name, cell["kind"]] = sums
+        found = member.backend._totals()
+        for one in found["kinds"]:
+            totals[member.name, found["since"], one["kind"]] = (one["count"], one["bytes"], one["waiting"])
     in_process = sys.modules.get("torch_sagellm.api.in_process")  # if it was never imported, there are no such ranks
     if in_process is not None:
-        totals |= {("ranks of this process", kind): tally for kind, tally in in_process.totals().items()}
+        totals |= {("ranks of this process", 0, kind): tally for kind, tally in in_process.totals().items()}
     return totals

@@ -65,8 +65,8 @@ def counted(groups: list[Any]) -> Totals:
     """The sums of the counts of some groups."""
     found: Totals = {}
     for group in list(groups):
-        cells = group._stats()["cells"]
-        _add(found, ((cell["kind"], (cell["count"], cell["bytes"], cell["waiting"])) for cell in cells))
+        kinds = group._totals()["kinds"]
+        _add(found, ((one["kind"], (one["count"], one["bytes"], one["waiting"])) for one in kinds))
     return found
 
 
