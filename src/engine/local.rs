@@ -13,6 +13,7 @@ use super::pieces::{Pieces, transfer};
 use super::shm::memory::area::Area;
 use super::shm::memory::layout::Layout;
 use super::shm::memory::segment::Segment;
+use crate::engine::Polled;
 use crate::error::{Error, Result};
 use crate::types::Span;
 
@@ -215,8 +216,8 @@ impl Mail for LocalLink {
         Box::new(()) // the links' thread reads mail anyway
     }
 
-    fn poll(&self, _sleep: Duration) -> bool {
-        self.post.deliver(self.me)
+    fn poll(&self, _sleep: Duration) -> Polled {
+        if self.post.deliver(self.me) { Polled::Advanced } else { Polled::Elsewhere }
     }
 }
 

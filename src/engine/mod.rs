@@ -146,6 +146,16 @@ impl PeerProgress {
     }
 }
 
+/// What a call of `Control::poll` has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Polled {
+    Advanced,
+    /// It has slept for as long as it may, and nothing has advanced.
+    Nothing,
+    /// It has not polled: there is nothing to wait for here, or another thread polls.
+    Elsewhere,
+}
+
 /// The rank that reported a fault, and the fault.
 pub type Told = (usize, Error);
 
@@ -201,10 +211,9 @@ pub trait Control: Send + Sync {
     }
 
     /// Advances work that threads of the program must drive even if the engine has its own threads, and ends
-    /// operations. Must be called without the group's lock. Sleeps for at most `sleep` if nothing can advance. Returns
-    /// true if something advanced.
-    fn poll(&self, _sleep: Duration) -> bool {
-        false
+    /// operations. Must be called without the group's lock. Sleeps for at most `sleep` if nothing can advance.
+    fn poll(&self, _sleep: Duration) -> Polled {
+        Polled::Elsewhere
     }
 
     /// Whether `poll` may soon have something to advance, so that a waiting thread should poll often.

@@ -29,6 +29,7 @@ use crate::hang::responder::Responder;
 use crate::hang::shm_channel::ShmChannel;
 use crate::hang::{Subject, Watch, Who};
 use crate::host::{Host, Store, first_time};
+use crate::os::yielding::Eagerness;
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
@@ -189,6 +190,7 @@ impl Parts {
                     spin_policy,
                     helpers: (threads > 1).then(|| Helpers { host: Arc::clone(&host), threads }),
                     has_threads: control.has_threads(),
+                    eagerness: Eagerness::default(),
                 },
                 control,
                 policy,

@@ -49,7 +49,7 @@ use self::launches::Launches;
 use self::ties::Ties;
 use self::waiters::Waiters;
 use crate::config::Config;
-use crate::engine::{Control, Ended, Engine, WakeAddress};
+use crate::engine::{Control, Ended, Engine, Polled, WakeAddress};
 use crate::error::{Error, GO_ON, Result, contained, laid_out};
 use crate::hang;
 use crate::hang::Watch;
@@ -433,10 +433,14 @@ impl Group {
 impl Driven for Group {
     fn drive(&self) -> bool {
         if self.waiters.has_threads {
-            return contained(|| Ok(self.control.poll(Duration::ZERO))).unwrap_or_else(|bug| {
-                self.poison(bug);
-                true
-            });
+            let polled = contained(|| Ok(self.control.poll(Duration::ZERO)));
+            return polled.map_or_else(
+                |bug| {
+                    self.poison(bug);
+                    true
+                },
+                |polled| polled == Polled::Advanced,
+            );
         }
         let mut inner = match self.inner.try_lock() {
             Ok(inner) => inner,
@@ -461,13 +465,14 @@ impl Driven for Group {
         })
     }
 
-    fn rest(&self, pause: Duration) -> bool {
-        let poll = || contained(|| Ok(self.control.poll(pause)));
-        self.waiters.has_threads
-            && poll().unwrap_or_else(|bug| {
-                self.poison(bug);
-                true
-            })
+    fn rest(&self, pause: Duration) -> Polled {
+        if !self.waiters.has_threads {
+            return Polled::Elsewhere;
+        }
+        contained(|| Ok(self.control.poll(pause))).unwrap_or_else(|bug| {
+            self.poison(bug);
+            Polled::Advanced
+        })
     }
 
     fn check_deadlines_and_peers(&self) {
@@ -502,6 +507,9 @@ impl Driven for Group {
 
     fn spin_policy(&self) -> SpinPolicy {
         self.waiters.spins(&*self.control)
+    }
+    fn waited(&self, took: Duration) {
+        self.waiters.waited(took);
     }
     fn shares_core(&self) -> bool {
         self.control.shares_core()

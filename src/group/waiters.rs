@@ -1,6 +1,9 @@
 //! How threads wait for a group's operations: how they spin, and which threads copy and combine meanwhile.
 
+use std::time::Duration;
+
 use crate::engine::Control;
+use crate::os::yielding::Eagerness;
 use crate::progress::domain::SpinPolicy;
 use crate::threads;
 use crate::threads::Helpers;
@@ -12,13 +15,26 @@ pub(super) struct Waiters {
     pub helpers: Option<Helpers>,
     /// Cached `Control::has_threads`: threads of the engine run its operations.
     pub has_threads: bool,
+    /// How long waits for messages from other hosts yield.
+    pub eagerness: Eagerness,
 }
 
 impl Waiters {
+    /// The most that such a wait yields.
+    const YIELDS: Duration = Duration::from_micros(200);
+
     /// How a thread that waits now spins.
     #[inline]
     pub fn spins(&self, control: &dyn Control) -> SpinPolicy {
-        if self.has_threads && control.polls() { SpinPolicy::yielding() } else { self.spin_policy }
+        if self.has_threads && control.polls() {
+            return SpinPolicy::yielding(self.eagerness.budget(Self::YIELDS));
+        }
+        self.spin_policy
+    }
+
+    /// Records how long a wait for a message took.
+    pub fn waited(&self, took: Duration) {
+        self.eagerness.waited(took, Self::YIELDS);
     }
 
     pub fn describe(&self, control: &dyn Control) -> String {

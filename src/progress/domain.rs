@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::roles::Words;
-use crate::engine::WakeAddress;
+use crate::engine::{Polled, WakeAddress};
 use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
@@ -22,10 +22,9 @@ pub trait Driven: Send + Sync {
     /// Advances what can advance without waiting. Returns false if nothing advanced or another thread is driving the
     /// group. Never panics.
     fn drive(&self) -> bool;
-    /// If only the calling thread can advance the group, sleeps at most `_pause` for events and then advances it.
-    /// Returns false if nothing advanced, or if the group does not support such a sleep.
-    fn rest(&self, _pause: Duration) -> bool {
-        false
+    /// If the calling thread must advance the group itself, sleeps at most `_pause` for events and then advances it.
+    fn rest(&self, _pause: Duration) -> Polled {
+        Polled::Elsewhere
     }
     /// Checks deadlines, and whether peers have left. Called between sleeps, at least every 50 ms while something is
     /// pending.
@@ -43,6 +42,8 @@ pub trait Driven: Send + Sync {
     }
     /// How long a waiting thread spins and yields.
     fn spin_policy(&self) -> SpinPolicy;
+    /// Called at the end of a wait that yielded without spinning: how long it took.
+    fn waited(&self, took: Duration);
     /// Whether a lower rank was last seen waiting on the core on which this thread runs.
     fn shares_core(&self) -> bool;
     /// Called at the end of the process: fails pending operations and leaves the group.
@@ -77,9 +78,10 @@ impl SpinPolicy {
 }
 
 impl SpinPolicy {
-    /// The budgets of a wait for another host. Another thread of this process may end such a wait, too.
-    pub fn yielding() -> SpinPolicy {
-        SpinPolicy { spin: Duration::ZERO, yield_for: Duration::from_micros(200), own_cores: false }
+    /// The budgets of a wait for another host, which yields for this long. Another thread of this process may end such a
+    /// wait, too.
+    pub fn yielding(yield_for: Duration) -> SpinPolicy {
+        SpinPolicy { spin: Duration::ZERO, yield_for, own_cores: false }
     }
 }
 

@@ -18,9 +18,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::domain::{Domain, Driven};
+use super::domain::{Domain, Driven, SpinPolicy};
 use super::roles;
 use super::roles::Words;
+use crate::engine::Polled;
 use crate::host::Host;
 use crate::os::event_count;
 use crate::os::event_count::{Listening, WakeWords};
@@ -33,6 +34,8 @@ use crate::threads;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest sleep if more groups are busy than one futex wait can watch, or if no other thread can end the sleep.
 const SHORT_NAP: Duration = Duration::from_millis(1);
+/// A thread that has waited this long no longer reads the connections to other hosts itself.
+const LONG_WAIT: Duration = Duration::from_millis(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -44,9 +47,25 @@ pub enum Outcome {
 /// Drives until `done` returns true, `until` passes, or the host was interrupted. It does not check deadlines of
 /// operations itself: the groups check them and end late operations, so that `done` becomes true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
+    let spin_policy = group.spin_policy();
+    let only_yields = spin_policy.spin.is_zero() && !spin_policy.yield_for.is_zero();
+    let begin = only_yields.then(Instant::now);
+    let outcome = drive_until(group, host, until, spin_policy, done);
+    if let Some(begin) = begin {
+        group.waited(begin.elapsed());
+    }
+    outcome
+}
+
+fn drive_until(
+    group: &dyn Driven,
+    host: &dyn Host,
+    until: Option<Instant>,
+    spin_policy: SpinPolicy,
+    done: impl Fn() -> bool,
+) -> Outcome {
     let driving = roles::Driving::new(&**group.domain());
     let (_lending, _waiting) = (group.helpers().map(threads::lend), threads::wait());
-    let spin_policy = group.spin_policy();
     // How long nothing has advanced, according to the last reading of the clock.
     let mut idle_since: Option<Instant> = None;
     let mut idle = Duration::ZERO;
@@ -101,10 +120,12 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
             // If this thread itself reads the connections to other hosts (`rest`), no other thread has to read them and
-            // wake it. If another thread ends the operation just before `rest`, `done` is checked only when `rest`
-            // returns.
+            // wake it. If another thread ends the operation just before `rest`, or issues one in another group, this
+            // thread notices only when `rest` returns. A thread that waits for long leaves the connections to the
+            // background thread, instead of waking up every millisecond.
             let alone = group.domain().pending() == group.pending();
-            if !(alone && group.rest(pause.min(SHORT_NAP))) {
+            let rested = if alone { group.rest(pause.min(SHORT_NAP)) } else { Polled::Elsewhere };
+            if rested == Polled::Elsewhere || rested == Polled::Nothing && idle > LONG_WAIT {
                 sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
             }
         }

@@ -17,7 +17,7 @@ use super::results;
 use super::results::Ledger;
 use super::transport::Transport;
 use crate::config::Settings;
-use crate::engine::{Control, Ended, Monitor, Report, Told};
+use crate::engine::{Control, Ended, Monitor, Polled, Report, Told};
 use crate::error::{Error, Result, contained};
 use crate::fusion::planner::{Batch, FusionKey, Item, LANES};
 use crate::op::{FusedWith, Op};
@@ -439,8 +439,8 @@ impl Control for Lanes {
         state.has_messages() || state.talk.is_awaited()
     }
 
-    fn poll(&self, sleep: Duration) -> bool {
-        self.polls() && self.link.poll(sleep)
+    fn poll(&self, sleep: Duration) -> Polled {
+        if self.polls() { self.link.poll(sleep) } else { Polled::Elsewhere }
     }
 
     fn monitor(&self) -> Option<&dyn Monitor> {

@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::engine::Polled;
 use crate::error::Result;
 use crate::types::Span;
 
@@ -146,8 +147,8 @@ pub trait Mail: Send + Sync {
     fn await_mail(&self) -> Box<dyn Send>;
 
     /// Called by a thread of the program that waits for a message. Advances what can advance, and sleeps for at most
-    /// `sleep` if nothing can. Returns true if something advanced. Calls mailboxes and `Done`s.
-    fn poll(&self, sleep: Duration) -> bool;
+    /// `sleep` if nothing can. Calls mailboxes and `Done`s.
+    fn poll(&self, sleep: Duration) -> Polled;
 }
 
 /// Accepts a rank's mail. Called by any thread, which holds no lock of the link, but only by one thread at a time for

@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 
 use super::*;
+use crate::engine::Polled;
 use crate::engine::multihost::link::{Done, Ended, Mail, Mailbox};
 use crate::op::signature_of;
 use crate::types::{Dtype, Kind, ReduceOp};
@@ -87,8 +88,8 @@ impl Mail for Played {
     fn await_mail(&self) -> Box<dyn Send> {
         Box::new(())
     }
-    fn poll(&self, _: Duration) -> bool {
-        false
+    fn poll(&self, _: Duration) -> Polled {
+        Polled::Elsewhere
     }
 }
 

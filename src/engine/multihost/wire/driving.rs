@@ -10,6 +10,7 @@ use super::bell::Bell;
 use super::locked;
 use super::sockets::{Epoll, Kick, Ready};
 use super::transfer::{Event, Events};
+use crate::engine::Polled;
 use crate::error::{Error, Result};
 use crate::os::yielding::Yielding;
 use crate::os::{clock, watch};
@@ -41,6 +42,9 @@ pub struct Driving {
     /// Time (`clock::stamp`) of the last `poll` by a thread of the program, or the end of its sleep in `poll`. The
     /// polling threads write it, the background thread reads it (relaxed: a hint).
     polled: AtomicU64,
+    /// Time (`clock::stamp`) at which a thread of the program last stopped driving. Such threads write it, the
+    /// background thread reads it (relaxed: a hint).
+    used: AtomicU64,
     started: AtomicBool,
     /// Decides whether a waiting thread yields its core or sleeps.
     yielding: Yielding,
@@ -79,6 +83,7 @@ impl Driving {
             background: Bell::default(),
             in_background: AtomicBool::new(false),
             polled: AtomicU64::new(0),
+            used: AtomicU64::new(0),
             started: AtomicBool::new(false),
             yielding: Yielding::default(),
         })
@@ -166,6 +171,7 @@ impl Driving {
                 }
             }
         };
+        self.used.store(clock::stamp(), Ordering::Relaxed);
         let others = self.waiting.fetch_sub(1, Ordering::Relaxed) - 1;
         if others > 0 {
             self.changed.ring(); // a waiting thread drives from now on
@@ -206,28 +212,33 @@ impl Driving {
         }
     }
 
-    /// Makes one pass. If nothing is ready, the pass sleeps for at most `sleep`. Returns true if something advanced.
-    /// Does nothing if another thread drives.
-    pub fn poll(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool, sleep: Duration) -> bool {
-        match self.driver.try_lock() {
-            Ok(mut ready) => {
-                let until = clock::stamp().saturating_add(sleep.as_nanos() as u64);
-                self.polled.store(until, Ordering::Relaxed);
-                let moved = pass(&mut ready, sleep);
-                drop(ready);
-                self.changed.ring();
-                moved
-            }
-            Err(TryLockError::Poisoned(_)) => {
-                self.driver.clear_poison();
-                false
-            }
-            Err(TryLockError::WouldBlock) => {
-                self.polled.store(clock::stamp(), Ordering::Relaxed);
-                self.take_over();
-                false
+    /// Makes one pass, unless another thread drives. If nothing is ready, the pass sleeps for at most `sleep`.
+    ///
+    /// If the background thread drives, this thread takes over: with `sleep` it waits until that thread has stopped.
+    pub fn poll(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool, sleep: Duration) -> Polled {
+        for is_last in [sleep.is_zero(), true] {
+            match self.driver.try_lock() {
+                Ok(mut ready) => {
+                    let until = clock::stamp().saturating_add(sleep.as_nanos() as u64);
+                    self.polled.store(until, Ordering::Relaxed);
+                    let moved = pass(&mut ready, sleep);
+                    drop(ready);
+                    self.used.store(clock::stamp(), Ordering::Relaxed);
+                    self.changed.ring();
+                    return if moved { Polled::Advanced } else { Polled::Nothing };
+                }
+                Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
+                Err(TryLockError::WouldBlock) => {
+                    self.polled.store(clock::stamp(), Ordering::Relaxed);
+                    self.take_over();
+                    if is_last {
+                        break;
+                    }
+                    self.changed.sleep(sleep, || self.driver.try_lock().is_ok());
+                }
             }
         }
+        Polled::Elsewhere
     }
 
     /// Queues events for the thread that drives, because the caller may hold locks under which events must not run.
@@ -272,10 +283,22 @@ impl Driving {
         const ASLEEP: Duration = Duration::from_secs(1);
         /// A thread that has begun a transfer usually waits for it at once, and then that thread drives.
         const GRACE: Duration = Duration::from_micros(50);
+        /// The longest such time, if threads of the program have driven again and again meanwhile.
+        const LONGEST_GRACE: Duration = Duration::from_micros(500);
+        /// After a thread of the program has driven, this thread looks by itself for this long whether it is needed. A
+        /// thread that had to wake it would lose more time than this one.
+        const USED: Duration = Duration::from_millis(10);
+        let mut grace = GRACE;
         loop {
             if !self.is_needed() {
-                self.background.sleep(ASLEEP, || self.is_needed());
-                std::thread::sleep(GRACE);
+                let used = Duration::from_nanos(self.used.load(Ordering::Relaxed)) + USED;
+                if used > Duration::from_nanos(clock::stamp()) {
+                    std::thread::sleep(grace);
+                    grace = (grace * 2).min(LONGEST_GRACE);
+                } else {
+                    self.background.sleep(ASLEEP, || self.is_needed());
+                    std::thread::sleep(GRACE);
+                }
                 continue;
             }
             let polled = Duration::from_nanos(self.polled.load(Ordering::Relaxed)) + EAGER;
@@ -286,6 +309,7 @@ impl Driving {
             }
             match self.driver.try_lock() {
                 Ok(mut ready) => {
+                    grace = GRACE;
                     self.in_background.store(true, Ordering::Relaxed);
                     pass(&mut ready, NAP);
                     self.in_background.store(false, Ordering::Relaxed);

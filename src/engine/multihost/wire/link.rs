@@ -12,6 +12,7 @@ use super::lane::{Lane, Seat, ShortInto};
 use super::memory::Memory;
 use super::peer::{SHORT, Waiting};
 use super::transfer::{End, Events, Slot};
+use crate::engine::Polled;
 use crate::engine::multihost::link::{Done, Ended, LONGEST_MAIL, Link, MOST_BODIES, Mail, Mailbox, Transfer};
 use crate::error::Result;
 use crate::types::Span;
@@ -198,7 +199,7 @@ impl Mail for WireLink {
         Box::new(counted)
     }
 
-    fn poll(&self, sleep: Duration) -> bool {
+    fn poll(&self, sleep: Duration) -> Polled {
         self.wire().poll(sleep)
     }
 }

@@ -21,6 +21,7 @@ use super::receiver::{Origin, Turn};
 use super::sockets::{Epoll, Ready};
 use super::transfer::{Event, Events};
 use super::{ProcessId, locked, sockets, stripes};
+use crate::engine::Polled;
 use crate::engine::multihost::ucx;
 use crate::error::{Error, Result};
 use crate::os::watch::PerProcess;
@@ -169,9 +170,8 @@ impl Wire {
         self.driving.wait(|ready, sleep| self.pass(ready, sleep), done, timeout)
     }
 
-    /// Makes one pass. If nothing is ready, the pass sleeps for at most `sleep`. Returns true if something advanced.
-    /// Does nothing if another thread drives.
-    pub fn poll(&self, sleep: Duration) -> bool {
+    /// Makes one pass, unless another thread drives. If nothing is ready, the pass sleeps for at most `sleep`.
+    pub fn poll(&self, sleep: Duration) -> Polled {
         self.driving.poll(|ready, sleep| self.pass(ready, sleep), sleep)
     }
 
