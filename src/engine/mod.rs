@@ -150,7 +150,7 @@ impl PeerProgress {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polled {
     Advanced,
-    /// It has slept for as long as it may, and nothing has advanced.
+    /// It has polled, and nothing has advanced.
     Nothing,
     /// It has not polled: there is nothing to wait for here, or another thread polls.
     Elsewhere,

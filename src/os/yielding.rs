@@ -61,8 +61,8 @@ impl Yielding {
 /// then sleeps all the same has kept its core busy, and starts later when it wakes: a message of 8 bytes over a link of
 /// 0.2 ms took 15 us longer after 200 us of yielding, and a pair of messages took twice the processor time.
 ///
-/// A wait counts as long only from `FACTOR` times the time that a thread yields. If both sides sleep, each of their waits
-/// takes 100 us longer than if both yield; they must notice that yielding would pay.
+/// A wait counts as long from `FACTOR` times the most that it may yield. If the threads of both sides sleep, a wait takes
+/// 100 us longer than if both yield, and such a wait must not count as long, or both would sleep for ever.
 #[derive(Debug, Default)]
 pub struct Eagerness {
     /// How many waits in a row were long. Waiting threads write and read it (relaxed: a hint).

@@ -34,8 +34,10 @@ use crate::threads;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest sleep if more groups are busy than one futex wait can watch, or if no other thread can end the sleep.
 const SHORT_NAP: Duration = Duration::from_millis(1);
-/// A thread that has waited this long no longer reads the connections to other hosts itself.
+/// If nothing has advanced for this long, a waiting thread no longer reads the connections to other hosts itself.
 const LONG_WAIT: Duration = Duration::from_millis(30);
+/// A rest that ends sooner without a result has not slept.
+const AT_ONCE: Duration = Duration::from_micros(50);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -51,7 +53,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
     let only_yields = spin_policy.spin.is_zero() && !spin_policy.yield_for.is_zero();
     let begin = only_yields.then(Instant::now);
     let outcome = drive_until(group, host, until, spin_policy, done);
-    if let Some(begin) = begin {
+    if let Some(begin) = begin.filter(|_| outcome == Outcome::Done) {
         group.waited(begin.elapsed());
     }
     outcome
@@ -120,13 +122,15 @@ fn drive_until(
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
             // If this thread itself reads the connections to other hosts (`rest`), no other thread has to read them and
-            // wake it. If another thread ends the operation just before `rest`, or issues one in another group, this
-            // thread notices only when `rest` returns. A thread that waits for long leaves the connections to the
+            // wake it. If another thread ends the operation before or during `rest`, or issues one in another group,
+            // this thread notices when `rest` returns. If nothing comes for long, it leaves the connections to the
             // background thread, instead of waking up every millisecond.
-            let alone = group.domain().pending() == group.pending();
-            let rested = if alone { group.rest(pause.min(SHORT_NAP)) } else { Polled::Elsewhere };
-            if rested == Polled::Elsewhere || rested == Polled::Nothing && idle > LONG_WAIT {
-                sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
+            let rests = idle <= LONG_WAIT && group.domain().pending() == group.pending();
+            match if rests { group.rest(pause.min(SHORT_NAP)) } else { Polled::Elsewhere } {
+                Polled::Advanced => (idle_since, idle) = (None, Duration::ZERO),
+                Polled::Nothing if now.elapsed() < AT_ONCE => yield_core(group, &done), // it could not sleep
+                Polled::Nothing => (),
+                Polled::Elsewhere => sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done),
             }
         }
     }

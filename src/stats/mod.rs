@@ -231,7 +231,7 @@ impl Stats {
             total.bytes += cell.bytes;
             total.waiting += cell.waiting;
         }
-        totals.into_iter().filter(|total| total.count > 0 || total.waiting > 0).collect()
+        totals.into_iter().filter(|total| total.count > 0 || total.bytes > 0 || total.waiting > 0).collect()
     }
 
     /// The usual time of the calls in each size class of the kind, the smallest class first. A class is left out if too

@@ -171,4 +171,5 @@ def of_ranks(logs: str) -> str:
     """What the ranks have written to torchrun's folder of logs, one file after the other: by attempt, then by rank."""
     files = [*Path(logs).glob("*/attempt_*/*/std*.log")]
     files.sort(key=lambda file: (int(file.parts[-3].removeprefix("attempt_")), int(file.parts[-2]), file.name))
-    return without_noise("".join(file.read_text(errors="replace") for file in files))
+    texts = [file.read_text(errors="replace") for file in files]
+    return without_noise("".join(text if text.endswith("\n") or not text else f"{text}\n" for text in texts))

@@ -440,7 +440,12 @@ impl Control for Lanes {
     }
 
     fn poll(&self, sleep: Duration) -> Polled {
-        if self.polls() { self.link.poll(sleep) } else { Polled::Elsewhere }
+        // A thread that slept in the link would keep the lanes of a collective from driving it.
+        let lanes_drive = || !self.lock().entries.is_empty();
+        if !self.polls() || !sleep.is_zero() && lanes_drive() {
+            return Polled::Elsewhere;
+        }
+        self.link.poll(sleep)
     }
 
     fn monitor(&self) -> Option<&dyn Monitor> {

@@ -321,8 +321,8 @@ def _mark_coroutine(function: Any) -> None:
 
 
 def _totals() -> dict[tuple[str, int, str], tuple[int, int, int]]:
-    """Number of operations, bytes and nanoseconds of waiting over all groups of ours, by group, the time since which it
-    counts, and kind."""
+    """Number of operations, bytes and nanoseconds of waiting of all groups of ours. The keys are the group's name, the
+    time since which the group counts, and the kind of operation."""
     import torch.distributed as dist
 
     totals: dict[tuple[str, int, str], tuple[int, int, int]] = {}

@@ -36,15 +36,18 @@ pub struct Driving {
     deferred: Mutex<Vec<(Event, Counted)>>,
     /// Rung when the background thread may be needed.
     background: Bell,
-    /// Whether the background thread drives now and was not yet interrupted. That thread writes it; a thread that finds
-    /// the driver's lock held reads it, and clears it before it interrupts the pass (relaxed: a hint).
+    /// Rung when it may be needed and no thread is expected to wait soon.
+    urgent: Bell,
+    /// Whether the background thread drives now, or is about to. That thread writes it; a thread that finds the driver's lock held reads
+    /// it (relaxed: a hint).
     in_background: AtomicBool,
-    /// Time (`clock::stamp`) of the last `poll` by a thread of the program, or the end of its sleep in `poll`. The
-    /// polling threads write it, the background thread reads it (relaxed: a hint).
+    /// Whether the background thread's pass was interrupted. A thread that finds the driver's lock held sets it, the
+    /// background thread clears it before a pass (relaxed: a hint).
+    interrupted: AtomicBool,
+    /// Time (`clock::stamp`) of the last `poll` by a thread of the program, or, during its sleep in `poll`, the end of
+    /// that sleep. Until then the background thread does not drive. The polling threads write it, the background thread
+    /// reads it (relaxed: a hint).
     polled: AtomicU64,
-    /// Time (`clock::stamp`) at which a thread of the program last stopped driving. Such threads write it, the
-    /// background thread reads it (relaxed: a hint).
-    used: AtomicU64,
     started: AtomicBool,
     /// Decides whether a waiting thread yields its core or sleeps.
     yielding: Yielding,
@@ -81,9 +84,10 @@ impl Driving {
             pending: AtomicUsize::new(0),
             deferred: Mutex::default(),
             background: Bell::default(),
+            urgent: Bell::default(),
             in_background: AtomicBool::new(false),
+            interrupted: AtomicBool::new(false),
             polled: AtomicU64::new(0),
-            used: AtomicU64::new(0),
             started: AtomicBool::new(false),
             yielding: Yielding::default(),
         })
@@ -171,7 +175,6 @@ impl Driving {
                 }
             }
         };
-        self.used.store(clock::stamp(), Ordering::Relaxed);
         let others = self.waiting.fetch_sub(1, Ordering::Relaxed) - 1;
         if others > 0 {
             self.changed.ring(); // a waiting thread drives from now on
@@ -185,7 +188,8 @@ impl Driving {
     fn take_over(&self) {
         // Interrupts each pass at most once, because a thread that polls while the pass ends would otherwise write
         // again and again.
-        if self.in_background.load(Ordering::Relaxed) && self.in_background.swap(false, Ordering::Relaxed) {
+        let runs = self.in_background.load(Ordering::Relaxed) && !self.interrupted.load(Ordering::Relaxed);
+        if runs && !self.interrupted.swap(true, Ordering::Relaxed) {
             self.kick.kick();
         }
     }
@@ -214,24 +218,27 @@ impl Driving {
 
     /// Makes one pass, unless another thread drives. If nothing is ready, the pass sleeps for at most `sleep`.
     ///
-    /// If the background thread drives, this thread takes over: with `sleep` it waits until that thread has stopped.
+    /// If the background thread drives, this thread takes over. With `sleep` it waits for that at most this long. Its pass
+    /// then does not sleep, because the caller must first check whether what it waits for has come meanwhile.
     pub fn poll(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool, sleep: Duration) -> Polled {
-        for is_last in [sleep.is_zero(), true] {
+        for (longest, is_last) in [(sleep, sleep.is_zero()), (Duration::ZERO, true)] {
             match self.driver.try_lock() {
                 Ok(mut ready) => {
-                    let until = clock::stamp().saturating_add(sleep.as_nanos() as u64);
+                    let until = clock::stamp().saturating_add(longest.as_nanos() as u64);
                     self.polled.store(until, Ordering::Relaxed);
-                    let moved = pass(&mut ready, sleep);
+                    let moved = pass(&mut ready, longest);
                     drop(ready);
-                    self.used.store(clock::stamp(), Ordering::Relaxed);
+                    self.polled.store(clock::stamp(), Ordering::Relaxed);
                     self.changed.ring();
                     return if moved { Polled::Advanced } else { Polled::Nothing };
                 }
                 Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
                 Err(TryLockError::WouldBlock) => {
-                    self.polled.store(clock::stamp(), Ordering::Relaxed);
+                    let waits = !is_last && self.in_background.load(Ordering::Relaxed);
+                    let until = clock::stamp().saturating_add(if waits { sleep.as_nanos() as u64 } else { 0 });
+                    self.polled.store(until, Ordering::Relaxed);
                     self.take_over();
-                    if is_last {
+                    if !waits {
                         break;
                     }
                     self.changed.sleep(sleep, || self.driver.try_lock().is_ok());
@@ -251,11 +258,20 @@ impl Driving {
         }
         locked(&self.deferred).extend(events.list.into_iter().map(|event| (event, Counted::new(self))));
         self.kick.kick(); // the driver may be asleep, and the transfer that it waits for may have ended
-        self.wake_for_pending();
+        self.expect_wait();
     }
 
     /// Wakes the background thread if it is needed.
     pub fn wake_for_pending(&self) {
+        if self.is_needed() {
+            self.background.ring();
+            self.urgent.ring();
+        }
+    }
+
+    /// The same if the caller will probably wait soon, and then drives. As long as threads of the program poll again and
+    /// again, the background thread looks by itself.
+    pub fn expect_wait(&self) {
         if self.is_needed() {
             self.background.ring();
         }
@@ -283,42 +299,123 @@ impl Driving {
         const ASLEEP: Duration = Duration::from_secs(1);
         /// A thread that has begun a transfer usually waits for it at once, and then that thread drives.
         const GRACE: Duration = Duration::from_micros(50);
-        /// The longest such time, if threads of the program have driven again and again meanwhile.
+        /// The longest such time. It doubles each time that this thread was not needed.
         const LONGEST_GRACE: Duration = Duration::from_micros(500);
-        /// After a thread of the program has driven, this thread looks by itself for this long whether it is needed. A
-        /// thread that had to wake it would lose more time than this one.
-        const USED: Duration = Duration::from_millis(10);
+        /// This thread sleeps until it is woken only if no thread of the program has polled for this long. Before, it
+        /// looks by itself, because waking it takes that thread longer than a look.
+        const POLLED: Duration = Duration::from_millis(10);
+        let after_poll = |more: Duration| {
+            let end = Duration::from_nanos(self.polled.load(Ordering::Relaxed)) + more;
+            end.saturating_sub(Duration::from_nanos(clock::stamp()))
+        };
         let mut grace = GRACE;
         loop {
             if !self.is_needed() {
-                let used = Duration::from_nanos(self.used.load(Ordering::Relaxed)) + USED;
-                if used > Duration::from_nanos(clock::stamp()) {
-                    std::thread::sleep(grace);
-                    grace = (grace * 2).min(LONGEST_GRACE);
-                } else {
+                if after_poll(POLLED).is_zero() {
                     self.background.sleep(ASLEEP, || self.is_needed());
                     std::thread::sleep(GRACE);
+                } else {
+                    self.urgent.sleep(grace, || false);
+                    grace = (grace * 2).min(LONGEST_GRACE);
                 }
                 continue;
             }
-            let polled = Duration::from_nanos(self.polled.load(Ordering::Relaxed)) + EAGER;
-            let left = polled.saturating_sub(Duration::from_nanos(clock::stamp()));
+            let left = after_poll(EAGER);
             if !left.is_zero() {
-                std::thread::sleep(left); // a thread of the program drives
+                std::thread::sleep(left.min(LONGEST_GRACE)); // a thread of the program drives
                 continue;
             }
-            match self.driver.try_lock() {
-                Ok(mut ready) => {
-                    grace = GRACE;
-                    self.in_background.store(true, Ordering::Relaxed);
-                    pass(&mut ready, NAP);
-                    self.in_background.store(false, Ordering::Relaxed);
-                    drop(ready);
-                    self.changed.ring(); // a waiting thread drives from now on
-                }
+            self.interrupted.store(false, Ordering::Relaxed);
+            self.in_background.store(true, Ordering::Relaxed);
+            let locked = self.driver.try_lock().map(|mut ready| {
+                grace = GRACE;
+                pass(&mut ready, NAP);
+            });
+            self.in_background.store(false, Ordering::Relaxed);
+            match locked {
+                Ok(()) => self.changed.ring(), // a waiting thread drives from now on
                 Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
                 Err(TryLockError::WouldBlock) => std::thread::sleep(EAGER),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Longer than every sleep of the threads here.
+    const LONG: Duration = Duration::from_secs(20);
+
+    fn pass(driving: &Driving, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
+        driving.epoll().wait(sleep.as_millis() as i32, ready);
+        if !ready.is_empty() {
+            driving.clear_kick();
+        }
+        !ready.is_empty()
+    }
+
+    fn until(what: impl Fn() -> bool) {
+        let begin = Instant::now();
+        while !what() {
+            assert!(begin.elapsed() < LONG);
+            std::thread::yield_now();
+        }
+    }
+
+    fn made() -> Arc<Driving> {
+        Arc::new(Driving::new(Epoll::new().unwrap(), 0).unwrap())
+    }
+
+    #[test]
+    fn a_thread_that_polls_takes_over_from_the_background_thread() {
+        let driving = made();
+        let _counted = Counted::new(&driving);
+        let theirs = Arc::clone(&driving);
+        driving.start(move || theirs.run(|ready, sleep| pass(&theirs, ready, sleep))).unwrap();
+        until(|| driving.in_background.load(Ordering::Relaxed));
+        let slept = Cell::new(None);
+        let poll = || {
+            let own = |ready: &mut Vec<Ready>, sleep: Duration| {
+                slept.set(Some(sleep));
+                pass(&driving, ready, sleep)
+            };
+            driving.poll(own, LONG / 2)
+        };
+        // The background thread may be between two passes; then this thread drives at once, and sleeps until the kick.
+        let theirs = Arc::clone(&driving);
+        let kicks = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            theirs.interrupt();
+        });
+        assert_ne!(poll(), Polled::Elsewhere);
+        assert!(matches!(slept.get(), Some(sleep) if sleep.is_zero() || sleep == LONG / 2));
+        kicks.join().unwrap();
+    }
+
+    #[test]
+    fn a_thread_that_polls_does_not_wait_for_another_thread_of_the_program_that_drives() {
+        let driving = made();
+        let (theirs, drives, over) =
+            (Arc::clone(&driving), Arc::new(AtomicBool::new(false)), Arc::<AtomicBool>::default());
+        let (is_driving, is_over) = (Arc::clone(&drives), Arc::clone(&over));
+        let waiting = std::thread::spawn(move || {
+            let own = |ready: &mut Vec<Ready>, sleep: Duration| {
+                is_driving.store(true, Ordering::Relaxed);
+                pass(&theirs, ready, sleep)
+            };
+            theirs.wait(own, || is_over.load(Ordering::Relaxed), LONG)
+        });
+        until(|| drives.load(Ordering::Relaxed));
+        // A pass of this thread, between two of the other, would not be a failure.
+        let begin = Instant::now();
+        let polled = driving.poll(|ready, _| pass(&driving, ready, Duration::ZERO), LONG);
+        assert!(polled != Polled::Advanced && begin.elapsed() < LONG);
+        over.store(true, Ordering::Relaxed);
+        driving.interrupt();
+        assert!(waiting.join().unwrap());
     }
 }

@@ -60,7 +60,7 @@ impl WireLink {
     /// Passes the events of a call for a body to the thread that drives, which runs them.
     fn defer(&self, events: Events) {
         self.wire().driving().defer(events);
-        self.wire().driving().wake_for_pending();
+        self.wire().driving().expect_wait();
     }
 }
 
@@ -195,7 +195,7 @@ impl Mail for WireLink {
 
     fn await_mail(&self) -> Box<dyn Send> {
         let counted = Counted::new(self.wire().driving());
-        self.wire().driving().wake_for_pending();
+        self.wire().driving().expect_wait();
         Box::new(counted)
     }
 

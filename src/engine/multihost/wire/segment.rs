@@ -20,13 +20,20 @@ pub struct Segment {
     /// The sender has received the other direction's stream up to this offset.
     pub ack: u64,
     /// The numbers of the paths that the sender suspects, one bit each.
-    pub suspected: u64,
+    pub suspected: u16,
+    /// How often the sender has changed `suspected`, because segments of different paths overtake each other.
+    pub changes: u64,
 }
 
 impl Segment {
     pub fn write(&self) -> [u8; HEAD] {
         let mut out = [0; HEAD];
-        let words = [u64::from(MAGIC) << 32 | u64::from(self.bytes), self.at, self.ack, self.suspected];
+        let words = [
+            u64::from(MAGIC) << 32 | u64::from(self.bytes),
+            self.at,
+            self.ack,
+            self.changes << 16 | u64::from(self.suspected),
+        ];
         out.chunks_exact_mut(8).zip(words).for_each(|(at, word)| at.copy_from_slice(&word.to_le_bytes()));
         out
     }
@@ -34,7 +41,8 @@ impl Segment {
     /// Parses a header. None if it is not the header of a segment.
     pub fn read(head: &[u8; HEAD]) -> Option<Segment> {
         let word = |at: usize| u64::from_le_bytes(head[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
-        let segment = Segment { at: word(1), bytes: word(0) as u32, ack: word(2), suspected: word(3) };
+        let (suspected, changes) = (word(3) as u16, word(3) >> 16);
+        let segment = Segment { at: word(1), bytes: word(0) as u32, ack: word(2), suspected, changes };
         (word(0) >> 32 == u64::from(MAGIC) && u64::from(segment.bytes) <= SEGMENT).then_some(segment)
     }
 }
@@ -46,7 +54,7 @@ mod tests {
     #[test]
     fn a_header_is_read_as_it_was_written() {
         for bytes in [0, 1, SEGMENT as u32] {
-            let segment = Segment { at: 1 << 63 | 5, bytes, ack: u64::MAX, suspected: 1 << 15 | 2 };
+            let segment = Segment { at: 1 << 63 | 5, bytes, ack: u64::MAX, suspected: 1 << 15 | 2, changes: 7 };
             assert_eq!(Segment::read(&segment.write()), Some(segment));
         }
     }
@@ -55,7 +63,7 @@ mod tests {
     fn other_bytes_are_no_header() {
         assert_eq!(Segment::read(&[0; HEAD]), None);
         assert_eq!(Segment::read(b"GET / HTTP/1.1\r\nHost: 10.0.0.1:2"), None);
-        let long = Segment { at: 0, bytes: SEGMENT as u32 + 1, ack: 0, suspected: 0 };
+        let long = Segment { at: 0, bytes: SEGMENT as u32 + 1, ack: 0, suspected: 0, changes: 0 };
         assert_eq!(Segment::read(&long.write()), None);
     }
 }

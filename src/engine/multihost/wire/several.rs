@@ -60,8 +60,8 @@ struct Inn {
     made: u32,
     /// The highest acknowledgement of the peer.
     acknowledged: u64,
-    /// The paths that the peer suspects, one bit each.
-    suspected: u64,
+    /// The highest `Segment::changes` of the peer.
+    changes: u64,
 }
 
 /// A path that has ended and is not reported yet.
@@ -90,7 +90,7 @@ impl Several {
         let out = Stripes::new();
         let parser = Parser::new(out.ack());
         let (assembly, paths) = (Assembly::default(), Vec::new());
-        let inn = Inn { parser, assembly, paths, made: 0, acknowledged: 0, suspected: 0 };
+        let inn = Inn { parser, assembly, paths, made: 0, acknowledged: 0, changes: 0 };
         let driven = Mutex::new(Some(Counted::new(driving)));
         let (out, inn, lost) = (Mutex::new(out), Mutex::new(inn), Mutex::default());
         Several { number, out, inn, lost, driven, broken: OnceCell::new() }
@@ -344,7 +344,7 @@ impl<R: Routes> Reading<'_, R> {
 
     fn handle_buffered(&mut self) -> Result<(), String> {
         let Reading { number, several, driving, routes, from, ref mut events, .. } = *self;
-        let Inn { parser, assembly, paths, acknowledged, suspected, .. } = &mut *self.inn;
+        let Inn { parser, assembly, paths, acknowledged, changes, .. } = &mut *self.inn;
         let path = paths[number].as_mut().expect("it is read");
         let mut frames = Frames { parser, routes, from, events };
         loop {
@@ -356,15 +356,14 @@ impl<R: Routes> Reading<'_, R> {
                 }
                 path.from += HEAD;
                 (path.at, path.left) = (segment.at, segment.bytes as usize);
-                // A segment that a slower path delivers after later ones says nothing new.
-                if segment.ack >= *acknowledged && segment.suspected != *suspected {
-                    *suspected = segment.suspected;
-                    several.change(driving, |out| out.peer_suspects(segment.suspected));
-                }
                 if segment.ack > *acknowledged {
                     // Applied before the data, because the data may answer the frames that the segment acknowledges.
                     *acknowledged = segment.ack;
                     several.change(driving, |out| out.acknowledged(segment.ack, frames.events))?;
+                }
+                if segment.changes > *changes {
+                    *changes = segment.changes;
+                    several.change(driving, |out| out.peer_suspects(segment.suspected));
                 }
                 continue;
             }

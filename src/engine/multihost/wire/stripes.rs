@@ -84,8 +84,6 @@ struct Lane<P> {
     /// Whether the system accepts no more for now.
     blocked: bool,
     trust: Trust,
-    /// Whether the peer suspects this path, by its latest segment.
-    peer_suspects: bool,
     /// How much the peer had acknowledged on this path (`Progress::acked`) when another path last ended.
     doubted_at: u64,
 }
@@ -106,6 +104,10 @@ pub struct Stripes<P> {
     ack: Arc<AtomicU64>,
     /// Whether received data must still be acknowledged: by an empty segment, if no other segment is sent.
     ack_due: bool,
+    /// What the last segment told the peer: which paths this side suspects, and how often that has changed.
+    told: (u16, u64),
+    /// The paths that the peer suspects, one bit each.
+    peer_suspects: u16,
     /// When the last path ended, if no other has advanced since.
     doubted: Option<Instant>,
     looked: Instant,
@@ -122,6 +124,8 @@ impl<P: Path> Stripes<P> {
             lanes: Vec::new(),
             ack: Arc::default(),
             ack_due: false,
+            told: (0, 0),
+            peer_suspects: 0,
             doubted: None,
             looked: Instant::now(),
         }
@@ -132,8 +136,7 @@ impl<P: Path> Stripes<P> {
             self.lanes.resize_with(number + 1, || None);
         }
         let (in_flight, trust) = (VecDeque::new(), Trust::new(Instant::now()));
-        let (writing, blocked, peer_suspects) = (None, false, false);
-        self.lanes[number] = Some(Lane { path, writing, in_flight, blocked, trust, peer_suspects, doubted_at: 0 });
+        self.lanes[number] = Some(Lane { path, writing: None, in_flight, blocked: false, trust, doubted_at: 0 });
         self.pump();
     }
 
@@ -207,12 +210,9 @@ impl<P: Path> Stripes<P> {
     }
 
     /// Notes which paths the peer suspects, one bit each.
-    pub fn peer_suspects(&mut self, paths: u64) {
-        for (number, lane) in self.lanes.iter_mut().enumerate() {
-            if let Some(lane) = lane {
-                lane.peer_suspects = paths & 1 << number != 0;
-            }
-        }
+    pub fn peer_suspects(&mut self, paths: u16) {
+        self.peer_suspects = paths;
+        self.pump();
     }
 
     // --------------------------------------------------------------------------------------------------------- writing
@@ -264,15 +264,15 @@ impl<P: Path> Stripes<P> {
     /// The path on which the next segment is sent.
     fn best(&self) -> Option<usize> {
         // One that both sides trust; if there is none, one that this side trusts; else any.
-        let doubt = |lane: &Lane<P>| match (lane.trust.is_suspect(), lane.peer_suspects) {
+        let doubt = |number: usize, lane: &Lane<P>| match (lane.trust.is_suspect(), self.peer_suspects & 1 << number) {
             (true, _) => 2,
-            (false, true) => 1,
-            (false, false) => 0,
+            (false, 1..) => 1,
+            (false, 0) => 0,
         };
-        let least = self.lanes.iter().flatten().map(doubt).min()?;
-        let free = |lane: &&Lane<P>| lane.writing.is_none() && !lane.blocked && doubt(lane) == least;
-        let lanes = self.lanes.iter().enumerate();
-        let free = lanes.filter_map(|(number, lane)| lane.as_ref().filter(free).map(|lane| (number, lane)));
+        let open = || self.lanes.iter().enumerate().filter_map(|(number, lane)| Some((number, lane.as_ref()?)));
+        let least = open().map(|(number, lane)| doubt(number, lane)).min()?;
+        let is_free = |lane: &Lane<P>| lane.writing.is_none() && !lane.blocked;
+        let free = open().filter(|(number, lane)| is_free(lane) && doubt(*number, lane) == least);
         free.min_by_key(|(_, lane)| lane.path.backlog() / UNIT).map(|(number, _)| number)
     }
 
@@ -296,11 +296,16 @@ impl<P: Path> Stripes<P> {
             } else {
                 self.next = self.next.max(range.end);
             }
+            let suspected = self.suspected();
+            if suspected != self.told.0 {
+                self.told = (suspected, self.told.1 + 1);
+            }
             let segment = Segment {
                 at: range.start,
                 bytes: (range.end - range.start) as u32,
                 ack: self.ack.load(Ordering::Acquire),
-                suspected: self.suspected(),
+                suspected,
+                changes: self.told.1,
             };
             self.ack_due = false;
             let lane = self.lanes[best].as_mut().expect("it is open");
@@ -400,7 +405,7 @@ impl<P: Path> Stripes<P> {
     }
 
     /// The numbers of the paths that are suspected, one bit each.
-    fn suspected(&self) -> u64 {
+    fn suspected(&self) -> u16 {
         let lanes = self.lanes.iter().enumerate();
         let suspected = lanes.filter(|(_, lane)| lane.as_ref().is_some_and(|lane| lane.trust.is_suspect()));
         suspected.fold(0, |all, (number, _)| all | 1 << number)
@@ -429,7 +434,8 @@ impl<P: Path> Stripes<P> {
             // Bytes that wait because the peer reports no room prove that the peer is alive.
             lives |= progress.acked != lane.doubted_at || (!progress.owes && lane.path.backlog() > 0);
             longest = longest.max(progress.round_trip * 4);
-            if let Some(Turned { suspect, first }) = lane.trust.look(&progress, now, lane.peer_suspects, paused) {
+            let confirmed = self.peer_suspects & 1 << number != 0;
+            if let Some(Turned { suspect, first }) = lane.trust.look(&progress, now, confirmed, paused) {
                 changed = true;
                 if first {
                     changes.push(if suspect { Change::Stalled(number) } else { Change::Advances(number) });

@@ -6,10 +6,9 @@ use super::path::Progress;
 
 /// If a path owes acknowledgements for longer than this, other paths take over. The kernel sends again after 200 ms at
 /// the earliest.
-const STALL: Duration = Duration::from_millis(110);
-/// The same if the peer suspects the path too: less than the time between two checks, so the path has to advance from
-/// one check to the next.
-const CONFIRMED: Duration = Duration::from_millis(15);
+const STALL: Duration = Duration::from_millis(95);
+/// If the peer suspects the path too, this part of the usual time is enough.
+const CONFIRMED: u32 = 6;
 /// `PATIENT`: the largest `patience` of a path that was suspected wrongly. `FORGIVEN`: after this long without a new
 /// suspicion, the path has the patience `STALL` again.
 const PATIENT: Duration = Duration::from_secs(2);
@@ -19,11 +18,14 @@ const ADVANCE: u64 = 256 << 10;
 
 pub struct Trust {
     suspect: bool,
-    /// The last progress that was seen, and when.
+    /// The last progress that was seen, and since when the path has owed acknowledgements without progress, by the checks
+    /// that saw it.
     acked: u64,
+    owes: bool,
     since: Instant,
-    /// The value of `acked` when the path was suspected.
+    /// The value of `acked` when the path was suspected, and whether the peer suspected it then.
     suspected_at: u64,
+    confirmed: bool,
     /// How long the path may owe acknowledgements.
     patience: Duration,
     /// When the path was last used again after a suspicion.
@@ -39,7 +41,8 @@ pub struct Turned {
 
 impl Trust {
     pub fn new(now: Instant) -> Trust {
-        Trust { suspect: false, acked: 0, since: now, suspected_at: 0, patience: STALL, forgiven: now }
+        let (suspect, owes, confirmed) = (false, false, false);
+        Trust { suspect, acked: 0, owes, since: now, suspected_at: 0, confirmed, patience: STALL, forgiven: now }
     }
 
     pub fn is_suspect(&self) -> bool {
@@ -50,21 +53,24 @@ impl Trust {
     /// follows from the time that has passed.
     pub fn look(&mut self, progress: &Progress, now: Instant, confirmed: bool, paused: bool) -> Option<Turned> {
         let first = self.patience == STALL;
-        let patience = if confirmed { CONFIRMED } else { self.patience }.max(progress.round_trip * 4);
+        let patience = if confirmed { self.patience / CONFIRMED } else { self.patience }.max(progress.round_trip * 4);
+        let owed = std::mem::replace(&mut self.owes, progress.owes);
         if progress.acked != self.acked || !progress.owes {
             (self.acked, self.since) = (progress.acked, now);
             if self.suspect && (!progress.owes || progress.acked - self.suspected_at >= ADVANCE) {
                 (self.suspect, self.forgiven) = (false, now);
-                self.patience = (self.patience * 2).min(PATIENT);
+                if !self.confirmed {
+                    self.patience = (self.patience * 2).min(PATIENT);
+                }
                 return Some(Turned { suspect: false, first });
             }
             if !self.suspect && now.duration_since(self.forgiven) >= FORGIVEN {
                 self.patience = STALL;
             }
-        } else if paused {
+        } else if paused || !owed {
             self.since = now;
         } else if !self.suspect && now.duration_since(self.since) >= patience {
-            (self.suspect, self.suspected_at) = (true, progress.acked);
+            (self.suspect, self.suspected_at, self.confirmed) = (true, progress.acked, confirmed);
             return Some(Turned { suspect: true, first });
         }
         None
