@@ -98,7 +98,15 @@ def counts_what_was_issued(ctx: Context) -> None:
     factor = 2 * (ctx.world_size - 1) / ctx.world_size
     assert reduced["algbw_gbs"] > 0
     assert reduced["busbw_gbs"] == pytest.approx(reduced["algbw_gbs"] * factor)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    totals = backend._totals()
+    sums = {one["kind"]: (one["count"], one["bytes"]) for one in totals["kinds"]}
+    assert sums == {kind: (count, stats["ops"][kind]["bytes"]) for kind, count in counts.items()}
+    for one in totals["kinds"]:
+        cells = [cell for cell in backend._stats()["cells"] if cell["kind"] == one["kind"]]
+        assert one["waiting"] == sum(cell["waiting"] for cell in cells)
     torch_sagellm.reset_stats()
+    assert backend._totals()["since"] > totals["since"] and backend._totals()["kinds"] == []
     stats = torch_sagellm.get_stats()
     assert stats["total_count"] == 0 and stats["total_bytes"] == 0 and stats["avg_latency_ms"] == 0
     assert stats["fused_batches"] == 0 and stats["fused_ops"] == 0 and stats["sizes"] == []
