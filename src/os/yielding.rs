@@ -62,7 +62,7 @@ impl Yielding {
 /// 0.2 ms took 15 us longer after 200 us of yielding, and a pair of messages took twice the processor time.
 ///
 /// A wait counts as long from `FACTOR` times the most that it may yield. If the threads of both sides sleep, a wait takes
-/// 100 us longer than if both yield, and such a wait must not count as long, or both would sleep for ever.
+/// 100 us longer than if both yield, and such a wait must not count as long, or both would always sleep.
 #[derive(Debug, Default)]
 pub struct Eagerness {
     /// How many waits in a row were long. Waiting threads write and read it (relaxed: a hint).
