@@ -51,13 +51,10 @@ pub struct Table<'a> {
     taken: &'a [i64],
     experts: usize,
     rank: usize,
-    /// If rows stay on this rank, they are stored after the rows for other ranks, so that the rows for other ranks are
-    /// contiguous.
-    own_last: bool,
 }
 
 impl<'a> Table<'a> {
-    pub fn new(taken: &'a [i64], experts: usize, rank: usize, own_last: bool) -> Result<Table<'a>> {
+    pub fn new(taken: &'a [i64], experts: usize, rank: usize) -> Result<Table<'a>> {
         let ranks = taken.len().checked_div(experts).unwrap_or(0);
         let whole = rank < ranks && taken.len().is_multiple_of(experts) && experts.is_multiple_of(ranks);
         if !whole || taken.iter().any(|&count| count < 0) {
@@ -66,7 +63,7 @@ impl<'a> Table<'a> {
                 taken.len()
             )));
         }
-        Ok(Table { taken, experts, rank, own_last })
+        Ok(Table { taken, experts, rank })
     }
 
     fn ranks(&self) -> usize {
@@ -77,12 +74,6 @@ impl<'a> Table<'a> {
     fn counts(&self, from: usize, to: usize) -> &'a [i64] {
         let each = self.experts / self.ranks();
         &self.taken[from * self.experts + to * each..][..each]
-    }
-
-    /// The ranks, in the order in which the rows for them or from them are stored.
-    fn order(&self) -> impl Iterator<Item = usize> {
-        let own = self.own_last.then_some(self.rank);
-        (0..self.ranks()).filter(move |rank| Some(*rank) != own).chain(own)
     }
 
     /// Number of rows for each rank, from each rank, and for each expert of this rank, in this order. Then the largest
@@ -119,7 +110,7 @@ impl<'a> Table<'a> {
         let (begins, each) = (begins(wanted), self.experts / self.ranks());
         places.fill(-1);
         let mut row = 0;
-        for to in self.order() {
+        for to in 0..self.ranks() {
             for (at, &count) in self.counts(self.rank, to).iter().enumerate() {
                 let expert = to * each + at;
                 let own = &order[begins[expert]..][..count.min(wanted[expert]) as usize];
@@ -138,7 +129,7 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// Received rows are stored by sending rank, in the order of `order()`. `sorting[i]` is the place of the row that
+    /// Received rows are grouped by the rank that sent them, in rank order. `sorting[i]` is the place of the row that
     /// comes i-th by expert, then by rank. `unsorted` is the inverse permutation.
     pub fn coming(&self, sorting: &mut [i64], unsorted: &mut [i64]) -> Result<()> {
         let total: i64 = (0..self.ranks()).map(|from| self.counts(from, self.rank).iter().sum::<i64>()).sum();
@@ -146,8 +137,8 @@ impl<'a> Table<'a> {
         sizes("unsorted", unsorted.len(), total as usize)?;
         let mut next = vec![0; self.ranks()];
         let mut behind = 0;
-        for from in self.order() {
-            next[from] = behind;
+        for (from, next) in next.iter_mut().enumerate() {
+            *next = behind;
             behind += self.counts(from, self.rank).iter().sum::<i64>() as usize;
         }
         let mut row = 0;
@@ -189,21 +180,21 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_stay_come_last_and_padding_fills() {
+    fn rows_are_in_rank_order_and_padding_fills() {
         let taken = [2, 2, 2, 2, 1, 0, 0, 3];
-        let table = Table::new(&taken, 4, 0, true).unwrap();
+        let table = Table::new(&taken, 4, 0).unwrap();
         let mut figures = [0; 8];
         table.figures(&mut figures).unwrap();
         assert_eq!(figures, [4, 4, 4, 1, 3, 2, 5, 12]);
         let (mut rows, mut sources, mut places) = ([0; 8], [0; 8], [0; 7]);
         let to = Leaving { rows: &mut rows, sources: &mut sources, places: &mut places };
         table.leaving(&[1, 5, 4, 2, 0, 3, 6], &[2, 1, 1, 3], 2, to).unwrap();
-        assert_eq!(rows, [2, -1, 0, 3, 1, 5, 4, -1]);
-        assert_eq!(sources, [1, 0, 0, 1, 0, 2, 2, 0]);
-        assert_eq!(places, [2, 4, 0, 3, 6, 5, -1]);
+        assert_eq!(rows, [1, 5, 4, -1, 2, -1, 0, 3]);
+        assert_eq!(sources, [0, 2, 2, 0, 1, 0, 0, 1]);
+        assert_eq!(places, [6, 0, 4, 7, 2, 1, -1]);
         let (mut sorting, mut unsorted) = ([0; 5], [0; 5]);
         table.coming(&mut sorting, &mut unsorted).unwrap();
-        assert_eq!((sorting, unsorted), ([1, 2, 0, 3, 4], [2, 0, 1, 3, 4]));
-        assert!(Table::new(&taken, 3, 0, true).is_err() && Table::new(&taken, 4, 2, true).is_err());
+        assert_eq!((sorting, unsorted), ([0, 1, 4, 2, 3], [0, 1, 3, 4, 2]));
+        assert!(Table::new(&taken, 3, 0).is_err() && Table::new(&taken, 4, 2).is_err());
     }
 }

@@ -170,6 +170,12 @@ class SageBackend final : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  // An all_to_all of rows: the i-th row that is sent is the row `input_rows[i]` of `input`, and the i-th row that is
+  // received is written to the row `output_rows[i]` of `output`. A null pointer means all rows, in order. The split
+  // sizes count rows. The tensors are on the CPU, and no delegate serves the group.
+  WorkPtr all_to_all_rows(at::Tensor& output, const at::Tensor* output_rows, std::vector<int64_t>& output_splits,
+                          at::Tensor& input, const at::Tensor* input_rows, std::vector<int64_t>& input_splits,
+                          bool async);
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
   WorkPtr send(Tensors& tensors, int destination, int tag) override;

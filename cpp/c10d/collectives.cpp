@@ -5,6 +5,7 @@
 #include "c10d/backend.hpp"
 #include "device/vendor.hpp"
 #include "host/errors.hpp"
+#include "lower/checks.hpp"
 #include "work/callbacks.hpp"
 #include "work/steps.hpp"
 
@@ -137,6 +138,25 @@ SageBackend::WorkPtr SageBackend::alltoall_base(at::Tensor& output, at::Tensor& 
   call.outputs = {output, Role::kWrite, Blocks::kSplits};
   call.input_splits = &input_splits;
   call.output_splits = &output_splits;
+  return dispatch(call, &Other::alltoall_base, output_splits, input_splits, opts);
+}
+
+SageBackend::WorkPtr SageBackend::all_to_all_rows(at::Tensor& output, const at::Tensor* output_rows,
+                                                  std::vector<int64_t>& output_splits, at::Tensor& input,
+                                                  const at::Tensor* input_rows, std::vector<int64_t>& input_splits,
+                                                  bool async) {
+  c10d::AllToAllOptions opts;
+  opts.asyncOp = async;
+  CallDesc call("all_to_all_rows", Kind::kAllToAll, {"sagellm:all_to_all", OpType::ALLTOALL_BASE}, opts);
+  call.inputs = {input, Role::kRead, Blocks::kSplits};
+  call.inputs.rows = input_rows;
+  call.outputs = {output, Role::kWrite, Blocks::kSplits};
+  call.outputs.rows = output_rows;
+  call.input_splits = &input_splits;
+  call.output_splits = &output_splits;
+  if (delegate_.serves()) value_error(call.op, "a delegate serves the group, which cannot pick rows");
+  if (call.on_device()) value_error(call.op, "the tensors are on a device, expected the CPU");
+  check::rows(call);
   return dispatch(call, &Other::alltoall_base, output_splits, input_splits, opts);
 }
 

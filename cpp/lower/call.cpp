@@ -59,6 +59,7 @@ Plan& add_plan(Plans& plans, const CallDesc& call, const Carrier& carrier) {
 }
 
 void add_inputs(Plan& plan, const CallDesc& call, const Carrier& carrier) {
+  if (call.inputs.rows != nullptr) return plan.read_rows(call.inputs.tensor(), *call.inputs.rows);
   const Operand& outputs = call.outputs;
   const bool several = call.coalesced && outputs.is_lists();
   const Operand::Tensors all = several ? outputs.flat() : Operand::Tensors();
@@ -71,6 +72,7 @@ void add_inputs(Plan& plan, const CallDesc& call, const Carrier& carrier) {
 
 void add_outputs(Plan& plan, const CallDesc& call, const Carrier& carrier) {
   const Operand& outputs = call.outputs;
+  if (outputs.rows != nullptr) return plan.write_rows(outputs.tensor(), *outputs.rows);
   if (call.coalesced && outputs.is_lists()) return plan.write_all(outputs.flat());
   const View out = outputs.first();
   if (outputs.blocks == Blocks::kPerRank) return plan.write_all(out);

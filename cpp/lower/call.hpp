@@ -72,6 +72,9 @@ class Operand {
 
   Role role = Role::kRead;
   Blocks blocks = Blocks::kOwn;
+  // For an all_to_all: the indices of the tensor's rows that are moved, in this order (checked by `check::rows`). Null:
+  // all rows.
+  const at::Tensor* rows = nullptr;
 
  private:
   enum class Form : uint8_t { kNone, kTensor, kList, kLists };

@@ -137,14 +137,15 @@ void apart(const char* op, const std::vector<at::Tensor>& written, const std::ve
                            " share memory; make the calls one after the other, or pass a clone"));
 }
 
-// Bytes of each rank's part of `tensor`, which is split along its first dimension. `sizes` is c10d's list of split
-// sizes in rows; empty means equal parts.
-std::vector<size_t> split(const char* op, const char* what, const at::Tensor& tensor, const std::vector<int64_t>& sizes,
+// Bytes of each rank's part of the operand's rows. `sizes` is c10d's list of split sizes in rows; empty means equal
+// parts.
+std::vector<size_t> split(const char* op, const char* what, const Operand& operand, const std::vector<int64_t>& sizes,
                           int size) {
+  const at::Tensor& tensor = operand.tensor();
   const auto ranks = static_cast<size_t>(size);
   if (tensor.dim() == 0) value_error(op, c10::str(what, " has no dimension to split"));
-  const int64_t rows = tensor.size(0);
-  if (sizes.empty()) {
+  const int64_t rows = operand.rows == nullptr ? tensor.size(0) : operand.rows->numel();
+  if (sizes.empty() && operand.rows == nullptr) {
     if (rows % size != 0) {
       value_error(op, c10::str(what, " has ", rows, " rows, which do not divide evenly among ", size,
                                " ranks; pass split sizes"));
@@ -155,7 +156,8 @@ std::vector<size_t> split(const char* op, const char* what, const at::Tensor& te
     value_error(op, c10::str("the list of ", what, " split sizes has ", sizes.size(), " entries, the group has ", size,
                              " ranks"));
   }
-  const size_t row_bytes = rows == 0 ? 0 : tensor.nbytes() / static_cast<size_t>(rows);
+  const int64_t all = tensor.size(0);
+  const size_t row_bytes = all == 0 ? 0 : tensor.nbytes() / static_cast<size_t>(all);
   std::vector<size_t> bytes;
   bytes.reserve(ranks);
   int64_t sum = 0;
@@ -340,12 +342,46 @@ void gloo_list(const CallDesc& call, const Carrier& carrier) {
   }
 }
 
+void rows(const CallDesc& call) {
+  const auto check = [&](const char* what, const Operand& operand) {
+    if (operand.rows == nullptr) return;
+    const at::Tensor& tensor = operand.tensor();
+    const at::Tensor& rows = *operand.rows;
+    if (tensor.dim() == 0 || !tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
+      value_error(call.op, c10::str(what, " of shape ", tensor.sizes(), " is not contiguous rows"));
+    }
+    if (!rows.is_cpu() || rows.scalar_type() != at::kLong || rows.dim() != 1 || !rows.is_contiguous()) {
+      value_error(call.op,
+                  c10::str("the indices of ", what, " are ", dtype_name(rows.scalar_type()), " of shape ", rows.sizes(),
+                           " on ", rows.device(), ", expected a contiguous list of int64 on the CPU"));
+    }
+    const auto* const indices = rows.const_data_ptr<int64_t>();
+    std::vector<bool> written(operand.role == Role::kRead ? 0 : static_cast<size_t>(tensor.size(0)));
+    for (int64_t i = 0; i < rows.numel(); ++i) {
+      const int64_t row = indices[i];
+      if (row < 0 || row >= tensor.size(0)) {
+        value_error(call.op, c10::str(what, " has no row ", row, ", it has ", tensor.size(0), " rows"));
+      }
+      if (written.empty()) continue;
+      if (written[static_cast<size_t>(row)]) {
+        value_error(call.op, c10::str("row ", row, " of ", what, " would be written twice"));
+      }
+      written[static_cast<size_t>(row)] = true;
+    }
+  };
+  check("input", call.inputs);
+  check("output", call.outputs);
+  if (overlap(call.inputs.tensor(), call.outputs.tensor())) {
+    value_error(call.op, "input and output share memory");
+  }
+}
+
 Splits splits(const CallDesc& call, int size) {
   const at::Tensor& out = call.outputs.tensor();
   const at::Tensor& in = call.inputs.tensor();
   Splits sizes;
-  sizes.outputs = split(call.op, "output", out, *call.output_splits, size);
-  sizes.inputs = split(call.op, "input", in, *call.input_splits, size);
+  sizes.outputs = split(call.op, "output", call.outputs, *call.output_splits, size);
+  sizes.inputs = split(call.op, "input", call.inputs, *call.input_splits, size);
   if (call.output_splits->empty() && call.input_splits->empty()) {
     elements(call.op, "output tensor", out.numel(), in.numel(), "as many as the input tensor");
   }

@@ -29,6 +29,9 @@ void apart(const CallDesc& call);
 // usable there.
 c10::Device device_of(const CallDesc& call);
 
+// Checks the row indices of an all_to_all of rows. No row is written twice, and input and output share no memory.
+void rows(const CallDesc& call);
+
 // Bytes of each rank's block in a call whose tensors are split along their first dimension.
 struct Splits {
   std::vector<size_t> outputs;

@@ -313,6 +313,30 @@ void Plan::add(const at::Tensor& tensor, Role role) {
   }
 }
 
+void Plan::read_rows(const at::Tensor& tensor, const at::Tensor& rows) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  add_rows(inputs_, static_cast<const char*>(tensor.const_data_ptr()), tensor, rows);
+}
+
+void Plan::write_rows(const at::Tensor& tensor, const at::Tensor& rows) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  add_rows(outputs_, static_cast<const char*>(tensor.mutable_data_ptr()), tensor, rows);
+}
+
+void Plan::add_rows(Pieces& pieces, const char* base, const at::Tensor& tensor, const at::Tensor& rows) {
+  if (tensor.numel() == 0) return;
+  const size_t bytes = tensor.nbytes() / static_cast<size_t>(tensor.size(0));
+  const auto* const indices = rows.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    const size_t at = reinterpret_cast<size_t>(base) + static_cast<size_t>(indices[i]) * bytes;
+    if (!pieces.empty() && pieces.back().addr + pieces.back().bytes == at) {
+      pieces.back().bytes += bytes;
+    } else {
+      pieces.push_back({at, bytes});
+    }
+  }
+}
+
 void Plan::add_blocks(Pieces& pieces, c10::ArrayRef<at::Tensor> tensors, const std::vector<char*>& bases,
                       size_t ranks) {
   for (size_t rank = 0; rank < ranks; ++rank) {

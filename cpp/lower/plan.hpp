@@ -90,6 +90,11 @@ class Plan {
   void update(const at::Tensor& tensor, bool stage = false);
   void add(const at::Tensor& tensor, Role role);
 
+  // Append rows of a contiguous tensor, in the order of their indices (checked by `check::rows`). Rows that follow each
+  // other in memory become one piece.
+  void read_rows(const at::Tensor& tensor, const at::Tensor& rows);
+  void write_rows(const at::Tensor& tensor, const at::Tensor& rows);
+
   // Makes one piece of pieces that follow each other in memory, such as slices of one buffer.
   void join_neighbours();
   // Append coalesced lists, whose pieces interleave: the blocks of the first rank from all tensors, then those of the
@@ -152,6 +157,7 @@ class Plan {
   // Appends the blocks of `tensors` rank by rank. `bases` are the addresses of their first bytes.
   static void add_blocks(Pieces& pieces, c10::ArrayRef<at::Tensor> tensors, const std::vector<char*>& bases,
                          size_t ranks);
+  static void add_rows(Pieces& pieces, const char* base, const at::Tensor& tensor, const at::Tensor& rows);
 
   bool by_vendor_;
   Pieces inputs_;

@@ -75,19 +75,19 @@ void figures(const at::Tensor& taken, size_t experts, size_t rank, const at::Ten
   checked([&] { row_figures(read<int64_t>(taken, "taken"), experts, rank, write<int64_t>(found, "found")); });
 }
 
-void leaving(const at::Tensor& taken, size_t rank, bool own_last, const at::Tensor& order, const at::Tensor& wanted,
-             size_t choices, const at::Tensor& rows, const at::Tensor& sources, const at::Tensor& places) {
+void leaving(const at::Tensor& taken, size_t rank, const at::Tensor& order, const at::Tensor& wanted, size_t choices,
+             const at::Tensor& rows, const at::Tensor& sources, const at::Tensor& places) {
   const auto counts = read<int64_t>(wanted, "wanted");
-  const RowTable table{read<int64_t>(taken, "taken"), counts.size(), rank, own_last};
+  const RowTable table{read<int64_t>(taken, "taken"), counts.size(), rank};
   checked([&] {
     rows_leaving(table, read<int64_t>(order, "order"), counts, choices, write<int64_t>(rows, "rows"),
                  write<int64_t>(sources, "sources"), write<int64_t>(places, "places"));
   });
 }
 
-void coming(const at::Tensor& taken, size_t experts, size_t rank, bool own_last, const at::Tensor& sorting,
+void coming(const at::Tensor& taken, size_t experts, size_t rank, const at::Tensor& sorting,
             const at::Tensor& unsorted) {
-  const RowTable table{read<int64_t>(taken, "taken"), experts, rank, own_last};
+  const RowTable table{read<int64_t>(taken, "taken"), experts, rank};
   checked([&] { rows_coming(table, write<int64_t>(sorting, "sorting"), write<int64_t>(unsorted, "unsorted")); });
 }
 
@@ -100,9 +100,9 @@ void bind_arrays(py::module_& module) {
   define(module, "_largest", &find_largest, "values"_a, "places"_a);
   define(module, "_sort_assignments", &sort, "experts"_a, "counts"_a, "order"_a);
   define(module, "_row_figures", &figures, "taken"_a, "experts"_a, "rank"_a, "found"_a);
-  define(module, "_rows_leaving", &leaving, "taken"_a, "rank"_a, "own_last"_a, "order"_a, "wanted"_a, "choices"_a,
-         "rows"_a, "sources"_a, "places"_a);
-  define(module, "_rows_coming", &coming, "taken"_a, "experts"_a, "rank"_a, "own_last"_a, "sorting"_a, "unsorted"_a);
+  define(module, "_rows_leaving", &leaving, "taken"_a, "rank"_a, "order"_a, "wanted"_a, "choices"_a, "rows"_a,
+         "sources"_a, "places"_a);
+  define(module, "_rows_coming", &coming, "taken"_a, "experts"_a, "rank"_a, "sorting"_a, "unsorted"_a);
 }
 
 }  // namespace sagellm

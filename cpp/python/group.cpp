@@ -119,6 +119,18 @@ c10::intrusive_ptr<c10d::Work> of_list(SageBackend& self, const py::list& list, 
   return without_gil([&] { return (self.*message)(tensors, peer, tag); });
 }
 
+c10::intrusive_ptr<c10d::Work> all_to_all_rows(SageBackend& self, at::Tensor& output,
+                                               const std::optional<at::Tensor>& output_rows,
+                                               std::vector<int64_t> output_splits, at::Tensor& input,
+                                               const std::optional<at::Tensor>& input_rows,
+                                               std::vector<int64_t> input_splits, bool async_op) {
+  if (!output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
+  return without_gil([&] {
+    return self.all_to_all_rows(output, output_rows ? &*output_rows : nullptr, output_splits, input,
+                                input_rows ? &*input_rows : nullptr, input_splits, async_op);
+  });
+}
+
 py::object of_gloo(const Options& options, const char* name, py::object value) {
   if (options.as_gloo) return value;
   throw py::attribute_error(c10::str("'Options' object has no attribute '", name, "'"));
@@ -215,6 +227,8 @@ void bind_backend(py::module_& module) {
            "tag"_a)
       .def("_recv_list", translated(&of_list<&SageBackend::recv_list>), "tensors"_a, "begin"_a, "end"_a, "src"_a,
            "tag"_a)
+      .def("_all_to_all_rows", translated(&all_to_all_rows), "output"_a, "output_rows"_a, "output_splits"_a, "input"_a,
+           "input_rows"_a, "input_splits"_a, "async_op"_a)
       .def("_has_failed", &SageBackend::has_failed, py::call_guard<py::gil_scoped_release>())
       .def("_watched", &SageBackend::watched, py::call_guard<py::gil_scoped_release>())
       .def("_gone", &SageBackend::gone, py::call_guard<py::gil_scoped_release>())

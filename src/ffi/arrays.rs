@@ -13,7 +13,6 @@ pub mod ffi {
         taken: &'a [i64],
         experts: usize,
         rank: usize,
-        own_last: bool,
     }
 
     extern "Rust" {
@@ -65,11 +64,11 @@ fn sort_assignments(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> O
 }
 
 fn row_figures(taken: &[i64], experts: usize, rank: usize, found: &mut [i64]) -> Outcome<()> {
-    guarded(|| routing::Table::new(taken, experts, rank, false)?.figures(found))
+    guarded(|| routing::Table::new(taken, experts, rank)?.figures(found))
 }
 
 fn table<'a>(of: &ffi::RowTable<'a>) -> Result<routing::Table<'a>> {
-    routing::Table::new(of.taken, of.experts, of.rank, of.own_last)
+    routing::Table::new(of.taken, of.experts, of.rank)
 }
 
 fn rows_leaving(

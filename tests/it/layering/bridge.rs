@@ -27,7 +27,6 @@ const FACTS: [(&str, &[&str], &str); 15] = [
     ("ExternalOp", &["host_staged"], "its tensors were on a device"),
     ("DeviceRequest", &["dense"], "how its tensors lie in memory"),
     ("DeviceTerms", &["region", "capturing"], "what is around the launch: a region, a capture"),
-    ("RowTable", &["own_last"], "how the rows lie"),
 ];
 
 /// The code of all bridges, without comments, with each declaration at the start of a line.

@@ -1,4 +1,4 @@
-"""Lets a MoEDispatcher treat few rows as it treats many."""
+"""Lets a MoEDispatcher keep the memory of few rows as it keeps that of many."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def few_are_many(many: bool = True) -> Iterator[None]:
-    """With ``many``, every dispatch treats its rows as if they were many.
-
-    Rows that stay on the rank are then not part of the exchange, and memory is used again.
-    """
+    """With ``many``, every dispatch keeps the memory of its exchange for the next one."""
     from torch_sagellm.parallel import moe
 
     before = moe._MANY

@@ -63,8 +63,6 @@ class Traffic:
     calls: int
     #: The payload of one call as get_stats counts it: the size of the input or the output, whichever is larger.
     nbytes: int
-    #: Whether the whole payload leaves the rank, because it does not contain the rank's own part.
-    all_leaves: bool = False
 
     @property
     def step_bytes(self) -> int:
@@ -72,8 +70,6 @@ class Traffic:
 
     def sent(self, ranks: int) -> float:
         """Bytes that this rank sends in a step, with the algorithms that move the fewest bytes."""
-        if self.all_leaves:
-            return float(self.step_bytes)
         factor = BUS_FACTORS.get(self.primitive)
         return self.step_bytes * (factor(ranks) if factor else 1.0)
 
@@ -139,12 +135,11 @@ def expert_parallel(model: Model, ranks: int) -> list[Traffic]:
     """
     if model.experts % ranks:
         raise ValueError(f"--experts {model.experts} is no multiple of the {ranks} ranks")
-    # Rows for a rank's own experts are not sent.
-    rows = model.tokens * model.experts_per_token * model.hidden * model.item * (ranks - 1) // ranks
+    rows = model.tokens * model.experts_per_token * model.hidden * model.item
     counts = model.experts * COUNT_BYTES * ranks
     return [
-        Traffic("all_to_all", "forward: tokens to experts and back", 2 * model.layers, rows, all_leaves=True),
-        Traffic("all_to_all", "backward: their gradients", 2 * model.layers, rows, all_leaves=True),
+        Traffic("all_to_all", "forward: tokens to experts and back", 2 * model.layers, rows),
+        Traffic("all_to_all", "backward: their gradients", 2 * model.layers, rows),
         Traffic("all_gather", "forward: numbers of rows", model.layers, counts),
     ]
 

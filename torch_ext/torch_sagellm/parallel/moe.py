@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_sagellm.api import hosts
 from torch_sagellm.api.arguments import checked_dense, in_memory
+from torch_sagellm.parallel.moving import lists_of
 from torch_sagellm.parallel.routing import Router, Routing
 
 
@@ -40,19 +41,22 @@ class PendingDispatch:
 class _UnderWay:
     """An exchange in flight. It keeps the sent memory alive until the exchange ends."""
 
-    out: Tensor
+    sent: Tensor
     came: Tensor
     work: Any
+    #: Whether ``came`` is sorted by expert.
+    sorted: bool
 
 
 class MoEDispatcher:
     """Sends tokens to experts that are distributed over several ranks, and sends the results back.
 
     Experts are numbered over the ranks: with E experts on n ranks, rank r has the E / n experts from r * E / n on. Each
-    direction is one all_to_all whose sizes follow the routing. In a large call, rows for experts of this rank skip it.
-    ``dispatch`` first gathers the counts of all ranks, except with ``pad``, because all counts are then known.
-    Gradients pass in both directions, once (not gradients of gradients). On CPUs the dispatcher keeps the memory of
-    large exchanges for the next call.
+    direction is one all_to_all whose sizes follow the routing. On the CPU it reads and writes the rows where they are:
+    ``dispatch`` sends the rows of ``tokens`` and receives rows sorted by expert. On devices, and in groups that gloo
+    serves, rows are gathered before the exchange and sorted after it. ``dispatch`` first gathers the counts of all
+    ranks, except with ``pad``, because all counts are then known. Gradients pass in both directions, once (not
+    gradients of gradients). On CPUs the dispatcher keeps the memory of large exchanges for the next call.
 
     Args:
         num_experts: experts of all ranks, a multiple of the number of ranks (ValueError).
@@ -101,7 +105,6 @@ class MoEDispatcher:
         self.local_experts = num_experts // self.ranks
         self._router = Router(num_experts, group, capacity_factor, pad)
         self.hierarchical = hierarchical
-        self._rank: int = dist.get_rank(group)
         #: The hosts of the ranks, which the first dispatch determines.
         self._among: hosts.Hosts | None = None
         self._looked = not hierarchical
@@ -168,9 +171,7 @@ class MoEDispatcher:
             )
         if not self._looked:
             self._among, self._looked = hosts.find(self.group), True
-        many = self.ranks == 1 or tokens.shape[1] * experts.numel() >= _MANY
-        own_last = self._among is None and many
-        return self._router.route(experts, own_last)
+        return self._router.route(experts)
 
     def _sorted(self, tokens: Tensor, routing: Routing, under_way: _UnderWay | None) -> Tensor:
         """Returns the received rows, sorted by expert."""
@@ -186,71 +187,68 @@ class MoEDispatcher:
         any."""
         with torch.no_grad():
             begun = under_way or self._begin_spread(tokens, routing, weights, wait=True)
-            self._end(begun)
+            if begun.work is not None:
+                begun.work.wait()
+            if begun.sent is not tokens:
+                self._keep(begun.sent)
+            if begun.sorted:
+                return begun.came
             rows = begun.came.index_select(0, routing.sorting)
             self._keep(begun.came)
         return rows
 
     def _begin_spread(self, tokens: Tensor, routing: Routing, weights: Tensor | None, wait: bool) -> _UnderWay:
-        order, sources = routing.order, routing.sources
-        empty = order < 0 if routing.padding else None
-
-        def fill(begin: int, end: int, into: Tensor) -> None:
-            torch.index_select(tokens, 0, sources[begin:end], out=into)
+        """Begins to send rows to the experts; ``wait`` means that the caller waits at once."""
+        in_place = self._in_place(tokens)
+        leaving, picked = tokens, routing.sources
+        plain = tokens.is_contiguous() and not tokens.is_neg() and not tokens.is_conj()
+        # Without waiting, the caller may change the tokens, so they are copied.
+        if in_place is None or not wait or weights is not None or routing.padding or not plain:
+            leaving, picked = self._memory(len(routing.order), tokens), None
+            torch.index_select(tokens, 0, routing.sources, out=leaving)
             if weights is not None:
-                into *= weights[order[begin:end]].unsqueeze(1)
-            if empty is not None:
-                into[empty[begin:end]] = 0
-
-        return self._begin(fill, (routing.sent, routing.received), routing.own_last, tokens, wait)
+                leaving *= weights[routing.order].unsqueeze(1)
+            if routing.padding:
+                leaving[routing.order < 0] = 0
+        if in_place is None:
+            came, work = self._exchange(leaving, routing.sent, routing.received, wait)
+            return _UnderWay(leaving, came, work, sorted=False)
+        rows = tokens.new_empty((len(routing.unsorted), tokens.shape[1]))
+        work = in_place._all_to_all_rows(
+            rows, routing.unsorted, routing.received, leaving, picked, routing.sent, async_op=not wait
+        )
+        return _UnderWay(leaving, rows, work, sorted=True)
 
     def _collect(self, results: Tensor, routing: Routing) -> Tensor:
         """From results sorted by expert to rows in the order of ``routing.order``.
 
         The caller then passes the rows to ``_keep``.
         """
+        in_place = self._in_place(results)
+        if in_place is not None:
+            back = self._memory(len(routing.order), results)
+            of_experts = in_memory(results)
+            in_place._all_to_all_rows(
+                back, None, routing.sent, of_experts, routing.unsorted, routing.received, async_op=False
+            )
+            return back
+        leaving = self._memory(len(routing.unsorted), results)
+        torch.index_select(results, 0, routing.unsorted, out=leaving)
+        back, _ = self._exchange(leaving, routing.received, routing.sent, wait=True)
+        self._keep(leaving)
+        return back
 
-        def fill(begin: int, end: int, into: Tensor) -> None:
-            torch.index_select(results, 0, routing.unsorted[begin:end], out=into)
+    def _in_place(self, like: Tensor) -> Any:
+        """The backend if it exchanges rows that are not contiguous; None if they must be gathered first."""
+        return lists_of(self.group) if like.is_cpu and self._among is None else None
 
-        begun = self._begin(fill, (routing.received, routing.sent), routing.own_last, results, wait=True)
-        self._end(begun)
-        return begun.came
-
-    def _begin(
-        self, fill: Any, sizes: tuple[list[int], list[int]], own_last: bool, like: Tensor, wait: bool
-    ) -> _UnderWay:
-        """Begins the exchange of rows, which ``fill`` writes.
-
-        ``sizes`` are the numbers of rows sent to each rank and received from it; ``wait`` means that the caller waits
-        at once.
-        """
-        sent, received = sizes
-        leaving, coming = sum(sent), sum(received)
-        if not own_last:
-            out = self._memory(leaving, like)
-            fill(0, leaving, out)
-            if self._among is not None:
-                return _UnderWay(out, hosts.exchange(out, sent, received, self._among), None)
-            came = self._memory(coming, like)
-            work = dist.all_to_all_single(came, out, received, sent, group=self.group, async_op=not wait)
-            return _UnderWay(out, came, work)
-        own = sent[self._rank]
-        out, came = self._memory(leaving - own, like), self._memory(coming, like)
-        if own < leaving:
-            fill(0, leaving - own, out)
-        if own:
-            fill(leaving - own, leaving, came[coming - own :])
-        if self.ranks == 1:
-            return _UnderWay(out, came, None)
-        others = [[0 if rank == self._rank else each for rank, each in enumerate(of)] for of in (received, sent)]
-        work = dist.all_to_all_single(came[: coming - own], out, *others, group=self.group, async_op=not wait)
-        return _UnderWay(out, came, work)
-
-    def _end(self, begun: _UnderWay) -> None:
-        if begun.work is not None:
-            begun.work.wait()
-        self._keep(begun.out)
+    def _exchange(self, leaving: Tensor, sent: list[int], received: list[int], wait: bool) -> tuple[Tensor, Any]:
+        """Exchanges contiguous rows; returns the received rows, and the Work unless ``wait``."""
+        if self._among is not None:
+            return hosts.exchange(leaving, sent, received, self._among), None
+        came = self._memory(sum(received), leaving)
+        work = dist.all_to_all_single(came, leaving, received, sent, group=self.group, async_op=not wait)
+        return came, work
 
     def _memory(self, rows: int, like: Tensor) -> Tensor:
         """Uninitialized rows like those of ``like``.
@@ -284,8 +282,8 @@ class MoEDispatcher:
         return output, back
 
 
-#: From this many elements on, rows that stay on this rank are not part of the exchange, and the memory of an exchange
-#: is kept for the next one. For fewer, both take longer than they save (2 ranks, 2026-11-27).
+#: From this many elements on, the memory of an exchange is kept for the next one. For fewer, this takes longer than it
+#: saves (2 ranks, 2026-11-27).
 _MANY = 1 << 17
 #: The dtypes that torch's embedding_bag can sum.
 _BAGGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

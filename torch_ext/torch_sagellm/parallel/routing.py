@@ -27,7 +27,7 @@ class Routing:
     """
 
     #: For each row that was sent, the index of its assignment; -1 for padding. The rows are in the order of the
-    #: experts; with ``own_last``, the rows that stay on this rank come after all others.
+    #: experts.
     order: Tensor
     #: Number of tokens of the call, and number of experts for each token.
     tokens: int
@@ -52,8 +52,6 @@ class Routing:
     #: The largest number of assignments to one expert, divided by the mean over all experts, before any is dropped; 1
     #: is even. With ``pad`` only this rank's tokens are counted, because no counts are exchanged.
     imbalance: float
-    #: Whether rows that stay on this rank are stored after the rows for other ranks, and are not part of the exchange.
-    own_last: bool
 
 
 class _Rows(NamedTuple):
@@ -82,11 +80,8 @@ class Router:
         self.local_experts = num_experts // self.ranks
         self.capacity_factor, self.pad = capacity_factor, pad
 
-    def route(self, experts: Tensor, own_last: bool) -> Routing:
-        """Routes to experts (T,) or (T, k).
-
-        With ``own_last``, rows that stay on this rank follow the rows for other ranks.
-        """
+    def route(self, experts: Tensor) -> Routing:
+        """Routes to experts (T,) or (T, k)."""
         if experts.is_floating_point() or experts.is_complex():
             raise ValueError(f"sagellm MoEDispatcher: experts are {experts.dtype}, expected whole numbers")
         flat = experts.reshape(-1).long().contiguous()
@@ -100,7 +95,7 @@ class Router:
             if self.ranks > 1:
                 dist.all_gather_into_tensor(table, wanted, group=self.group)
             taken = table if self.capacity_factor is None else self._limited(table)
-        rows = (self._by_core if flat.is_cpu else self._by_torch)(flat, order, wanted, taken, own_last, choices)
+        rows = (self._by_core if flat.is_cpu else self._by_torch)(flat, order, wanted, taken, choices)
         busiest, total = rows.busiest, rows.all_rows
         if self.capacity_factor is not None:  # before any is dropped
             demand = (wanted if self.pad else table.view(self.ranks, -1).sum(0)).tolist()
@@ -120,7 +115,6 @@ class Router:
             dropped=assignments - (rows.order.shape[0] - padding),
             padding=padding,
             imbalance=busiest * self.num_experts / total if total else 1.0,
-            own_last=own_last,
         )
 
     def _capacity(self, assignments: int) -> int:
@@ -147,9 +141,7 @@ class Router:
             )
         return torch.bincount(flat, minlength=self.num_experts), torch.argsort(flat, stable=True)
 
-    def _by_core(
-        self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool, choices: int
-    ) -> _Rows:
+    def _by_core(self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, choices: int) -> _Rows:
         core = load.extension()
         figures = flat.new_empty(2 * self.ranks + self.local_experts + 2)
         core._row_figures(taken, self.num_experts, self.rank, figures)
@@ -157,29 +149,23 @@ class Router:
         sent, received = found[: self.ranks], found[self.ranks : 2 * self.ranks]
         leaving, places = flat.new_empty((2, sum(sent))), torch.empty_like(order)
         rows, sources = leaving.unbind(0)
-        core._rows_leaving(taken, self.rank, own_last, order, wanted, choices, rows, sources, places)
+        core._rows_leaving(taken, self.rank, order, wanted, choices, rows, sources, places)
         sorting, unsorted = flat.new_empty((2, sum(received))).unbind(0)
-        core._rows_coming(taken, self.num_experts, self.rank, own_last, sorting, unsorted)
+        core._rows_coming(taken, self.num_experts, self.rank, sorting, unsorted)
         *each, busiest, total = found[2 * self.ranks :]
         return _Rows(sent, received, each, rows, sources, places, sorting, unsorted, busiest, total)
 
-    def _by_torch(
-        self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool, choices: int
-    ) -> _Rows:
+    def _by_torch(self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, choices: int) -> _Rows:
         table = taken.view(self.ranks, self.num_experts)
         pairs = table.view(self.ranks, self.ranks, self.local_experts).sum(2).tolist()
         sent, received = pairs[self.rank], [line[self.rank] for line in pairs]
         first = self.rank * self.local_experts
         theirs = table[:, first : first + self.local_experts]
         rows = self._filled(order, flat, wanted, table[self.rank])
-        if own_last:
-            begin = sum(sent[: self.rank])
-            end = begin + sent[self.rank]
-            rows = torch.cat([rows[:begin], rows[end:], rows[begin:end]])
         places = torch.full_like(order, -1)
         real = (rows >= 0).nonzero().squeeze(1)
         places[rows[real]] = real
-        sorting = self._sorting(theirs, own_last)
+        sorting = self._sorting(theirs)
         sources = rows.clamp(min=0).div(choices, rounding_mode="floor")
         every, unsorted = table.sum(0).tolist(), torch.argsort(sorting)
         each = every[first : first + self.local_experts]
@@ -194,10 +180,8 @@ class Router:
         filled[(taken.cumsum(0) - taken)[experts[kept]] + place[kept]] = order[kept]
         return filled
 
-    def _sorting(self, theirs: Tensor, own_last: bool) -> Tensor:
+    def _sorting(self, theirs: Tensor) -> Tensor:
         """The indices that sort the received rows by expert, then by rank."""
         ranks = torch.arange(self.ranks, device=theirs.device)
-        if own_last:
-            ranks = torch.cat([ranks[: self.rank], ranks[self.rank + 1 :], ranks[self.rank : self.rank + 1]])
         keys = torch.arange(self.local_experts, device=theirs.device) * self.ranks + ranks.unsqueeze(1)
-        return torch.argsort(keys.reshape(-1).repeat_interleave(theirs[ranks].reshape(-1)), stable=True)
+        return torch.argsort(keys.reshape(-1).repeat_interleave(theirs.reshape(-1)), stable=True)
