@@ -154,10 +154,14 @@ SageBackend::WorkPtr SageBackend::all_to_all_rows(at::Tensor& output, const at::
   call.outputs.rows = output_rows;
   call.input_splits = &input_splits;
   call.output_splits = &output_splits;
+  check_rows(call);
+  return dispatch(call, &Other::alltoall_base, output_splits, input_splits, opts);
+}
+
+void SageBackend::check_rows(const CallDesc& call) const {
   if (delegate_.serves()) value_error(call.op, "a delegate serves the group, which cannot pick rows");
   if (call.on_device()) value_error(call.op, "the tensors are on a device, expected the CPU");
   check::rows(call);
-  return dispatch(call, &Other::alltoall_base, output_splits, input_splits, opts);
 }
 
 SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
@@ -243,6 +247,22 @@ SageBackend::WorkPtr SageBackend::recv_as(Tensors& tensors, int source, int tag,
   CallDesc call("recv", Kind::kRecv, {"sagellm:recv", OpType::RECV}, source, tag);
   call.coalesced = list;
   call.outputs = {tensors, Role::kWrite};
+  return dispatch(call, &Other::recv, source, tag);
+}
+
+SageBackend::WorkPtr SageBackend::send_rows(Tensors& tensor, const at::Tensor& rows, int destination, int tag) {
+  CallDesc call("send", Kind::kSend, {"sagellm:send", OpType::SEND}, destination, tag);
+  call.outputs = {tensor, Role::kRead};
+  call.outputs.rows = &rows;
+  check_rows(call);
+  return dispatch(call, &Other::send, destination, tag);
+}
+
+SageBackend::WorkPtr SageBackend::recv_rows(Tensors& tensor, const at::Tensor& rows, int source, int tag) {
+  CallDesc call("recv", Kind::kRecv, {"sagellm:recv", OpType::RECV}, source, tag);
+  call.outputs = {tensor, Role::kWrite};
+  call.outputs.rows = &rows;
+  check_rows(call);
   return dispatch(call, &Other::recv, source, tag);
 }
 

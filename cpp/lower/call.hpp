@@ -72,8 +72,8 @@ class Operand {
 
   Role role = Role::kRead;
   Blocks blocks = Blocks::kOwn;
-  // For an all_to_all: the indices of the tensor's rows that are moved, in this order (checked by `check::rows`). Null:
-  // all rows.
+  // For an all_to_all or a message: the indices of the tensor's rows that are moved, in this order (checked by
+  // `check::rows`). Null: all rows.
   const at::Tensor* rows = nullptr;
 
  private:

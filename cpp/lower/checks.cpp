@@ -345,7 +345,7 @@ void gloo_list(const CallDesc& call, const Carrier& carrier) {
 void rows(const CallDesc& call) {
   const auto check = [&](const char* what, const Operand& operand) {
     if (operand.rows == nullptr) return;
-    const at::Tensor& tensor = operand.tensor();
+    const at::Tensor& tensor = operand.first()[0];
     const at::Tensor& rows = *operand.rows;
     if (tensor.dim() == 0 || !tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
       value_error(call.op, c10::str(what, " of shape ", tensor.sizes(), " is not contiguous rows"));
@@ -369,6 +369,7 @@ void rows(const CallDesc& call) {
       written[static_cast<size_t>(row)] = true;
     }
   };
+  if (call.is_message()) return check("tensor", call.outputs);
   check("input", call.inputs);
   check("output", call.outputs);
   if (overlap(call.inputs.tensor(), call.outputs.tensor())) {

@@ -29,7 +29,8 @@ void apart(const CallDesc& call);
 // usable there.
 c10::Device device_of(const CallDesc& call);
 
-// Checks the row indices of an all_to_all of rows. No row is written twice, and input and output share no memory.
+// Checks the row indices of an all_to_all or a message of rows. No row is written twice, and input and output share no
+// memory.
 void rows(const CallDesc& call);
 
 // Bytes of each rank's block in a call whose tensors are split along their first dimension.

@@ -119,6 +119,15 @@ c10::intrusive_ptr<c10d::Work> of_list(SageBackend& self, const py::list& list, 
   return without_gil([&] { return (self.*message)(tensors, peer, tag); });
 }
 
+// Begins one message with rows of a tensor.
+template <c10::intrusive_ptr<c10d::Work> (SageBackend::*message)(std::vector<at::Tensor>&, const at::Tensor&, int, int)>
+c10::intrusive_ptr<c10d::Work> of_rows(SageBackend& self, const at::Tensor& tensor, const at::Tensor& rows, int peer,
+                                       int tag) {
+  if (message == &SageBackend::recv_rows && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  std::vector<at::Tensor> list{tensor};
+  return without_gil([&] { return (self.*message)(list, rows, peer, tag); });
+}
+
 c10::intrusive_ptr<c10d::Work> all_to_all_rows(SageBackend& self, at::Tensor& output,
                                                const std::optional<at::Tensor>& output_rows,
                                                std::vector<int64_t> output_splits, at::Tensor& input,
@@ -227,6 +236,8 @@ void bind_backend(py::module_& module) {
            "tag"_a)
       .def("_recv_list", translated(&of_list<&SageBackend::recv_list>), "tensors"_a, "begin"_a, "end"_a, "src"_a,
            "tag"_a)
+      .def("_send_rows", translated(&of_rows<&SageBackend::send_rows>), "tensor"_a, "rows"_a, "dst"_a, "tag"_a)
+      .def("_recv_rows", translated(&of_rows<&SageBackend::recv_rows>), "tensor"_a, "rows"_a, "src"_a, "tag"_a)
       .def("_all_to_all_rows", translated(&all_to_all_rows), "output"_a, "output_rows"_a, "output_splits"_a, "input"_a,
            "input_rows"_a, "input_splits"_a, "async_op"_a)
       .def("_has_failed", &SageBackend::has_failed, py::call_guard<py::gil_scoped_release>())

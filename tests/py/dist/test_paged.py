@@ -123,8 +123,8 @@ def held_back(ctx: Context) -> Any:
             self.work.wait()
 
     class Lists:
-        def _send_list(self, *given: Any) -> Watched:
-            return Watched(ours._send_list(*given))
+        def _send_rows(self, *given: Any) -> Watched:
+            return Watched(ours._send_rows(*given))
 
     told: list[int] = []
     dist.isend = lambda tensor, **named: Watched(begin(tensor, **named))

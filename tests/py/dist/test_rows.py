@@ -1,18 +1,23 @@
-"""`_all_to_all_rows`: an all_to_all that reads and writes rows where they are, compared with gathering them first."""
+"""`_all_to_all_rows`, `_send_rows` and `_recv_rows` read and write rows where they are. They are compared with calls on
+rows that were gathered first."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+import net
 import pytest
 import torch
 import torch.distributed as dist
+import ucx
 from harness import Context, beyond_gloo, expect_raises, run_fresh, run_ranks
 
 from torch_sagellm._private import groups
 
 pytestmark = beyond_gloo("rows that are not contiguous")
+
+TCP = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 
 
 def splits_of(seed: int, ranks: int, most: int) -> list[list[int]]:
@@ -66,6 +71,41 @@ def exchanges(ctx: Context) -> None:
         exchange(ours, seed, 2, (1 << 20,), torch.float32)
 
 
+def messages(ctx: Context) -> None:
+    """Rows travel around a ring. A rank may receive by rows what was sent as a whole, and the reverse."""
+    ours = groups.backend_of(dist.group.WORLD)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for seed in range(16):
+        shape, dtype = [((3,), torch.uint8), ((40, 2), torch.float32), ((70_000,), torch.bfloat16)][seed % 3]
+        count = random.Random(seed).randrange(30)
+        torch.manual_seed(seed)
+        sources = torch.randint(0, 100, (ranks, 30, *shape)).to(dtype)
+        picked, places = torch.randint(0, 30, (ranks, count)), torch.randperm(31)[:count]
+        expected = torch.full((31, *shape), 7).to(dtype)
+        output = expected.clone()
+        before = (rank - 1) % ranks
+        whole = sources[before][picked[before]]
+        expected[places] = whole
+        if seed % 4 == 0:
+            sent = dist.isend(sources[rank][picked[rank]], (rank + 1) % ranks, tag=seed)
+        else:
+            sent = ours._send_rows(sources[rank], picked[rank], (rank + 1) % ranks, seed)
+        if seed % 4 == 1:
+            straight = torch.empty_like(whole)
+            dist.recv(straight, before, tag=seed)
+            assert torch.equal(straight, whole), seed
+        else:
+            version = output._version
+            ours._recv_rows(output, places, before, seed).wait()
+            assert torch.equal(output, expected) and output._version > version, seed
+        sent.wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages_of_rows_are_those_of_gathered_rows(world_size: int) -> None:
+    run_ranks(messages, world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_rows_arrive_as_if_they_had_been_gathered(world_size: int) -> None:
     run_ranks(exchanges, world_size)
@@ -84,18 +124,22 @@ def test_rows_in_memory_that_ranks_can_reach() -> None:
 
 
 def over_hosts(ctx: Context, names: list[str], place: list[int]) -> None:
-    from net import enter
-
-    enter(names[place[ctx.rank]])
+    net.enter(names[place[ctx.rank]])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
     exchanges(ctx)
+    messages(ctx)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("place", [[0, 1], [0, 0, 1, 1]], ids=str)
 def test_rows_between_hosts(hosts: list[str], place: list[int]) -> None:
-    run_fresh(over_hosts, len(place), hosts, place, env={"GLOO_SOCKET_IFNAME": "eth0"}, timeout=120)
+    run_fresh(over_hosts, len(place), hosts, place, env=TCP, timeout=120)
+
+
+@pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing())
+def test_rows_between_hosts_by_ucx(hosts: list[str]) -> None:
+    run_fresh(over_hosts, 2, hosts, [0, 1], env={**TCP, **ucx.BY_UCX}, timeout=120)
 
 
 def wrong(ctx: Context) -> None:
@@ -116,6 +160,11 @@ def wrong(ctx: Context) -> None:
     assert "input split sizes has 0 entries, the group has 2 ranks" in raised(to, None, each, rows, all_rows, [])
     assert "add up to 3" in raised(to, None, each, rows, all_rows, [1, 2])
     assert "float64" in raised(to, None, each, rows.double(), all_rows, each)
+    other = 1 - dist.get_rank()
+    found = expect_raises(ValueError, lambda: ours._send_rows(rows, torch.tensor([4]), other, 0))
+    assert "send: tensor has no row 4, it has 4 rows" in found
+    found = expect_raises(ValueError, lambda: ours._recv_rows(to, torch.tensor([1, 1]), other, 0))
+    assert "recv: row 1 of tensor would be written twice" in found
     assert torch.equal(to, torch.zeros(4, 3)), "nothing was exchanged"
     ours._all_to_all_rows(to, all_rows.flip(0), each, rows, all_rows, each, False)
     assert torch.equal(to, rows)

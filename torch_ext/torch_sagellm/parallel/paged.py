@@ -63,9 +63,8 @@ def send_pages(
         begin(lambda: dist.isend(data, group_dst=dst, group=group, tag=tag))
 
     def send_part(layer: Tensor, part: Tensor) -> None:
-        if _goes_as_list(ours, layer):
-            pages = _pages(layer, part)
-            begin(lambda: ours._send_list(pages, 0, len(pages), dst, tag))
+        if _is_in_place(ours, layer):
+            begin(lambda: ours._send_rows(layer, part, dst, tag))
         else:
             send(_together(layer, part))
 
@@ -190,23 +189,12 @@ def _is_plain(layer: Tensor) -> bool:
     return layer.is_contiguous() and not (layer.is_conj() or layer.is_neg())
 
 
-def _goes_as_list(ours: Any, layer: Tensor) -> bool:
+def _is_in_place(ours: Any, layer: Tensor) -> bool:
     """Whether one call takes the pages of a message from where they are, or to where they belong.
 
     The bytes of the message are the same either way, so each side decides for itself. Tiny pages are copied together.
     """
     return ours is not None and _is_plain(layer) and layer[:1].nbytes >= packing.TINY
-
-
-def _pages(layer: Tensor, part: Tensor) -> list[Tensor]:
-    """The pages of a message where they are: a view of each run of consecutive numbers."""
-    numbers = part.tolist()
-    ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
-    runs = zip([0, *ends], [*ends, len(numbers)], strict=True)
-    one, several = layer.select, layer.narrow  # the first takes two thirds of the other's time
-    return [
-        one(0, numbers[begin]) if end == begin + 1 else several(0, numbers[begin], end - begin) for begin, end in runs
-    ]
 
 
 def _together(layer: Tensor, part: Tensor) -> Tensor:
@@ -228,13 +216,12 @@ def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, windo
                 layer.index_copy_(0, part, data)
 
     ours = moving.lists_of(group)
-    as_list, plain = _goes_as_list(ours, layer), _is_plain(layer)
+    in_place, plain = _is_in_place(ours, layer), _is_plain(layer)
     for part in _parts(table, layer, window):
         if len(under_way) == 2:
             end()
-        if as_list:
-            pages = _pages(layer, part)
-            under_way.append((ours._recv_list(pages, 0, len(pages), src, tag), layer, None))
+        if in_place:
+            under_way.append((ours._recv_rows(layer, part, src, tag), layer, None))
             continue
         direct = plain and _follow(part)
         if direct:
