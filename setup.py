@@ -2,12 +2,12 @@
 
 cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. ninja
 then compiles the C++, so an edit of the Rust core costs only a run of cargo and one link. Nearly all of the compiler's
-time goes into torch's headers, so it gets at most four files, and no more than one for each processor; each includes a
-part of ``cpp/``. With SAGELLM_EDIT, for trying edits, each file of ``cpp/`` is compiled by itself, after a precompiled
-header that has torch's headers. On a machine without cargo the variable SAGELLM_PREBUILT names a folder that has
-cargo's results (``make prebuilt`` writes one). A usual build has one extension, for the installed torch.
-``make wheels`` (.ci/build-wheels) names a folder of several unpacked torches instead, and the package gets an extension
-for each. Everything about the package that is not code to build is in ``pyproject.toml``.
+time goes into torch's headers. So the compiler gets at most four files, and no more than one for each processor; each
+of these files includes a part of ``cpp/``. With SAGELLM_EDIT, for trying edits, each file of ``cpp/`` is compiled by
+itself, after a precompiled header that has torch's headers. On a machine without cargo the variable SAGELLM_PREBUILT
+names a folder that has cargo's results (``make prebuilt`` writes one). A usual build has one extension, for the
+installed torch. ``make wheels`` (.ci/build-wheels) names a folder of several unpacked torches instead, and the package
+gets an extension for each. Everything about the package that is not code to build is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ rule compile
 
 """
 STEP = "build {target}: compile {source} | {folder}/flags\n"
-#: Further rules, for a precompiled header that every file reads first. If the compiler rejects it, it reads the header
-#: beside it, with the same result.
+#: Further rules, for a precompiled header that every file reads first. If the compiler rejects the precompiled header,
+#: it reads the plain header beside that one, with the same result.
 PRECOMPILED_RULES = """\
 rule precompile
   command = {compiler} @{folder}/flags -MD -MF $out.d -x c++-header -c $in -o $out
@@ -263,7 +263,7 @@ def cpp_files() -> list[Path]:
 
 
 def jobs() -> int:
-    """The number of compilers that run at once: MAX_JOBS, as for torch's own extensions, or this process's
+    """The number of compilers that run at the same time: MAX_JOBS, as for torch's own extensions, or this process's
     processors."""
     return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
@@ -321,7 +321,8 @@ def openmp() -> list[str]:
     """The flag with which torch's ``at::parallel_for`` uses the intra-op threads of torch.
 
     The flag is for the compiler only: the functions of GNU's OpenMP come from the copy that torch has loaded. clang's
-    code needs a different runtime, which torch may not have, so there only one thread of a rank copies and combines.
+    code needs a different runtime, which torch may not have, so with clang only one thread of a rank copies and
+    combines.
     """
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     said = subprocess.run([*compiler, "--version"], text=True, capture_output=True, check=False).stdout
@@ -332,7 +333,7 @@ def old_libraries() -> tuple[list[str], list[str]]:
     """Further flags of the compiler and of the linker, if the result must load with older libraries.
 
     cpp/host/old_glibc.cpp defines the missing symbols. The C++ compiler's libraries are named as files, because the
-    linker that SAGELLM_LINKER names would take its own."""
+    linker that SAGELLM_LINKER names would take its own libraries."""
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), "-print-file-name="]
     libraries = []
     for name in ("libstdc++.so.6", "libgcc_s.so.1"):
@@ -428,8 +429,8 @@ def builder() -> type[Any]:
             flags += [f"-I{folder}" for folder in given["include_dirs"] if folder not in system]
             for folder in dict.fromkeys(system):
                 flags += ["-isystem", folder]
-            # torch's headers put their own paths into errors. These flags make them paths inside torch, without the
-            # folders of the machine that builds.
+            # torch's headers put their own paths into errors. These flags shorten them to paths inside torch, without
+            # the folders of the build machine.
             flags += [f"-fmacro-prefix-map={folder}/=" for folder in sorted([str(ROOT), self._includes[0]], key=len)]
             cache = shutil.which("ccache")
             compiler = [cache, command[0]] if cache else command[:1]
@@ -512,7 +513,8 @@ def main() -> None:
     setup(
         version=package_version(),
         install_requires=[requirement(built)],
-        # Named even if nothing is compiled, because the wheel of a package with extensions is for one kind of machine.
+        # Extensions are named even if nothing is compiled, because the wheel of a package with extensions is for one
+        # kind of machine.
         ext_modules=[extension(torch) for torch in built] or [Extension("torch_sagellm._C", sources=[])],
         cmdclass={
             "prebuilt": Prebuilt,

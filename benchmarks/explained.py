@@ -62,7 +62,7 @@ def shuffled(cases: dict[str, Case], count: int) -> list[str]:
 def later(cases: dict[str, Case]) -> dict[str, list[float]]:
     """Calls all cases; returns the microseconds of each case's calls on this rank.
 
-    They are read afterwards, which delays no call. The group remembers its last 1,024 operations.
+    The times are read afterwards, so reading delays no call. The group remembers its last 1,024 operations.
     """
     work = dist.barrier(async_op=True)
     work.wait()
@@ -74,7 +74,8 @@ def later(cases: dict[str, Case]) -> dict[str, list[float]]:
 
 
 def asked(case: Case) -> torch_sagellm.Explanation:
-    """What `explain` says. A case's size is that of the whole tensor, and `explain` asks for one rank's."""
+    """What `explain` says. A case's size is that of the whole tensor, and `explain` asks for the size of one rank's
+    part."""
     mine = case.size // case.ranks if case.op == "all_gather_into_tensor" else case.size
     return torch_sagellm.explain(case.op, mine)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Host time per call on one GPU, from the call to its return, against torch's own nccl backend in the same process.
 
-There is one rank, so nothing moves between devices; device time and bandwidth need several (collectives.py --device
-cuda). The backends take turns (A B A B). A second, equal nccl group shows the noise (A/A). Ten and a thousand small
-all_reduces are issued in every form: by fused_all_reduce, within torch's coalescing manager, and one by one.
+There is one rank, so nothing moves between devices; device time and bandwidth need several ranks (collectives.py
+--device cuda). The backends take turns (A B A B). A second, equal nccl group shows the noise (A/A). Ten and a thousand
+small all_reduces are issued in every form: by fused_all_reduce, within torch's coalescing manager, and one by one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The cost of one more process group of the same ranks: time, descriptors, address space, memory.
 
-Backends take turns (A B A B) in the same processes, and every group exists until the end. Times are those of the
-slowest rank, for creating the group, and for creating it and running one operation, because a backend may defer work
-until then. `--first` instead creates the first group of fresh processes and measures each step of it.
+Backends take turns (A B A B) in the same processes, and every group exists until the end. Two times of the slowest rank
+are shown: for creating the group, and for creating it and running one operation, because a backend may defer work until
+the first operation. `--first` instead creates the first group of fresh processes and measures each step of it.
 """
 
 from __future__ import annotations

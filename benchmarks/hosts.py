@@ -97,7 +97,7 @@ def samples(case: Case, backend: collectives.Backend, count: int) -> tuple[list[
 
 def choice(case: Case, group: dist.ProcessGroup) -> str:
     """The name of the algorithm that the group takes."""
-    # A case's size is that of the whole tensor, and `explain` asks for one rank's.
+    # A case's size is that of the whole tensor, and `explain` asks for the size of one rank's part.
     size = case.size // case.ranks if case.op == "all_gather_into_tensor" else case.size
     return torch_sagellm.explain(case.op, size, group=group).choice.partition("(")[0]
 
@@ -147,7 +147,7 @@ def measure(case: Case, backends: list[collectives.Backend], args: argparse.Name
 def measure_forced(case: Case, backends: list[collectives.Backend], args: argparse.Namespace, seconds: float) -> Result:
     """Finds the fastest forced algorithm, and then measures it again beside the choice, with new samples.
 
-    The first samples of the fastest of many are too fast by their noise.
+    The algorithm that seems the fastest of many owes this partly to noise, so its first samples are too fast.
     """
     served = [
         each
@@ -269,9 +269,10 @@ def markdown(whole: Result) -> str:
 
 
 def against_forced(whole: Result) -> str:
-    """For each case: our choice, the fastest forced algorithm, and its time divided by the choice's, p10 (median).
+    """For each case: our choice, the fastest forced algorithm, and that algorithm's time divided by our choice's, p10
+    (median).
 
-    The last column is the same for a second group without rules, which is the noise.
+    The last column has this ratio for a second group without rules; it shows the noise.
     """
     head = "| layout, link | operation | size | choice | fastest forced | its time / the choice's | the control's |"
     lines, near, count = [head, "|" + " --- |" * 7], 0, 0
@@ -390,7 +391,7 @@ def run_layout(args: argparse.Namespace, layout: str, link: str, limit: float) -
 def perftest(ends: list[list[str]], address: str, results: list[Result]) -> dict[str, float]:
     """UCX's own program between the first two hosts: the microseconds of a message one way, by size.
 
-    Its times are the floor for a link by UCX, because it does nothing else, and polls.
+    Its times are the floor for a link by UCX, because this program does nothing else, and polls.
     """
     env = {"UCX_TLS": "tcp", **os.environ}
     found = {}

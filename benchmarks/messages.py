@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Messages between two ranks of one host, in one direction and in both: tensors that the ranks can reach, ordinary
 tensors twice (the second set is a control), and gloo take turns in the same processes. Each rank writes its tensor
-before each message, as a program does, and both ranks wait for it. Every received tensor is compared once per size.
+before each message, as a program does, and both ranks wait for the message. Every received tensor is compared once per
+size.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 """Measures several connections between two hosts over several cables: their rate, and how long a failed cable delays.
 
 Two network namespaces, with one rank each, are connected by four cables of 1 Gbit/s. Each start first measures the rate
-of an all_reduce and of messages in one direction; then, in the same processes, that of one plain TCP connection per
-cable that sends the same bytes. Then the ranks all_reduce 1 MiB again and again while three cables are taken down, one
-every second. The delay is the longest call after a cable went down, less the median of the calls before it. Starts with
-one connection and with four take turns. TCP uses `cubic` between the hosts.
+of an all_reduce and of messages in one direction. Then, in the same processes, it measures the rate at which plain TCP
+connections, one per cable, send the same bytes. Then the ranks all_reduce 1 MiB again and again while three cables are
+taken down, one every second. The delay is the longest call after a cable went down, less the median of the calls before
+it. Starts with one connection and with four take turns. TCP uses `cubic` between the hosts.
 
     python benchmarks/paths.py
     python benchmarks/paths.py --starts 10 --rate 500mbit
@@ -181,7 +181,7 @@ def start(links: int, rate: str) -> dict[str, Any]:
 
 
 def gigabits(starts: list[dict[str, Any]], what: str) -> str:
-    """Rates in Gbit/s: that of the median call, by the slowest and the fastest start."""
+    """The rate of the median call in Gbit/s: in the slowest and in the fastest start."""
     rates = sorted(BYTES * 8 / percentile(each["times"][what], 0.5) / 1e9 for each in starts)
     return f"{rates[len(rates) // 2]:.2f} ({rates[0]:.2f} to {rates[-1]:.2f})"
 

@@ -4,7 +4,8 @@
 python benchmarks/update_docs.py
 
 Each table replaces the text between `<!-- table: NAME -->` and `<!-- end -->`. The table of the goals reads every run.
-Every other table reads the runs that are named below. If a newer run shall replace one of them, change its name there.
+Every other table reads the runs that are named below. If a newer run shall replace one of these runs, change the name
+below.
 """
 
 from __future__ import annotations

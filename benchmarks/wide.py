@@ -4,9 +4,9 @@
 The ranks share the cores evenly, and torch's intra-op threads of each rank fill its share. Five ways take turns in the
 same processes: ours on tensors that peers can reach, ours on ordinary tensors, both of these with one thread a rank,
 and gloo. In the same turns all ranks also copy their tensor at the same time, with the same number of threads. A plain
-copy is the limit of an all_reduce that fits into the cache. It is no limit for larger ones, because it writes a second
-tensor, and an all_reduce works in place. Each rank writes its tensor before each call, as a program does, and every
-result is checked once per size.
+copy is the limit of an all_reduce that fits into the cache. It is no limit for a larger all_reduce: a copy writes a
+second tensor, and an all_reduce works in place. Each rank writes its tensor before each call, as a program does, and
+every result is checked once per size.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ std::string store_text(const AnyStore&, long) {
   return {};
 }
 
-// Newer torch versions added two values to c10d's enumeration. In versions that lack a value it is COALESCED, which
-// torch's own backends use there.
+// Newer torch versions added two values to c10d's enumeration. In versions that lack such a value, COALESCED replaces
+// it, which torch's own backends use there.
 template <class Type>
 constexpr auto gather_coalesced_type(int) -> decltype(Type::ALLGATHER_INTO_TENSOR_COALESCED) {
   return Type::ALLGATHER_INTO_TENSOR_COALESCED;

@@ -1,5 +1,6 @@
-// The headers of torch and Python that `setup.py` precompiles. Nearly every file of `cpp/` reads them, and they take
-// many times as long to read as our own. No file includes this one, and each file still includes what it uses.
+// The headers of torch and Python that `setup.py` precompiles. Nearly every file of `cpp/` reads these headers, and
+// they take many times as long to read as our own. No file includes this one, and each file still includes what it
+// uses.
 //
 // pybind11 is left out, although several files read it: every file that has read its templates instantiates them again,
 // which took 3.3 s in an empty file.

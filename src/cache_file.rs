@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// `~/.cache/sagellm`.
 pub const VARIABLE: &str = "SAGELLM_CACHE_DIR";
 
-/// This user's cache directory. None if no variable names one.
+/// This user's cache directory. None if no variable names a directory.
 pub fn directory() -> Option<PathBuf> {
     let named = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     named(VARIABLE)
@@ -61,7 +61,7 @@ pub fn write(path: &Path, text: &str, most: usize, sync: bool) -> io::Result<()>
         return Err(io::Error::other(format!("a table of {} bytes is more than {most}", text.len())));
     }
     path.parent().map_or(Ok(()), fs::create_dir_all)?;
-    // Another process may have the same number, in another container or on another host that shares the directory.
+    // Another process may have the same process id, in another container or on another host that shares the directory.
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     let draft = path.with_extension(format!("{}-{now}.tmp", std::process::id()));
     let written = File::create_new(&draft).and_then(|mut file| {

@@ -164,9 +164,10 @@ pub fn dump_folder() -> Option<&'static str> {
     FOLDER.as_deref()
 }
 
-/// After this time, but at the latest after half of an operation's timeout, its group asks the ranks for which it waits
-/// what they are doing, and logs a line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset, negative or
-/// not a number. If it is 0, no line is logged, and the ranks are asked after half of the timeout.
+/// Returns the soft timeout: after this time, but at the latest after half of an operation's timeout, the group asks
+/// the ranks for which the operation waits what they are doing, and logs a line. This is the variable
+/// `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset, negative or not a number. If it is 0, no line is logged, and
+/// the ranks are asked after half of the timeout.
 pub fn soft_timeout() -> Duration {
     const UNSET: f64 = 30.0;
     static SOFT: Lazy<Duration> = Lazy::new(|| {
@@ -177,8 +178,8 @@ pub fn soft_timeout() -> Duration {
     *SOFT
 }
 
-/// Each group keeps the records of at least this many operations. The variable `SAGELLM_RING`, but at most `MOST`; 1024
-/// if it is unset or not a number.
+/// Returns how many operations' records each group keeps at least: the variable `SAGELLM_RING`, but at most `MOST`;
+/// 1024 if it is unset or not a number.
 pub fn ring() -> usize {
     const MOST: usize = 1 << 20;
     static RING: Lazy<usize> = Lazy::new(|| {

@@ -30,7 +30,7 @@ struct Facts {
     text: Text,
 }
 
-/// The class of an error. C++ chooses the exception by it. Its number is a letter, which precedes the error's text
+/// The class of an error, by which C++ chooses the exception. Its number is a letter, which precedes the error's text
 /// outside the core: over the C++ bridge, and in the encoding for other ranks (`Error::encode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -180,8 +180,8 @@ impl Error {
         self
     }
 
-    /// Encodes the error for another rank (`decode`), in at most `room` bytes: the letter, the two ranks plus one (0:
-    /// none), and the text without its layout, shortened if it does not fit.
+    /// Encodes the error for another rank (`decode`), in at most `room` bytes: the kind's letter, the numbers of the
+    /// rank and of the reporter plus one (0: none), and the text without its layout, shortened if it does not fit.
     pub fn encode(&self, room: usize) -> Vec<u8> {
         let number = |rank: Option<usize>| rank.map_or(0, |rank| rank as u32 + 1);
         let begin = Writer::default().u8(self.kind() as u8).u32(number(self.0.rank)).u32(number(self.0.reporter));
@@ -316,8 +316,8 @@ pub fn in_one_line(text: &str) -> String {
     text.trim_start_matches(PREFIX).lines().map(str::trim).collect::<Vec<_>>().join("; ")
 }
 
-/// A text from outside this process. Removes control characters, and indents all lines except the first, so that the
-/// text can neither steer a terminal nor forge a line of the log.
+/// Cleans a text from outside this process: removes control characters, and indents all lines except the first, so that
+/// the text can neither steer a terminal nor forge a line of the log.
 pub fn relaid(text: &str) -> String {
     cleaned(text, &['\n']).lines().map(str::trim).collect::<Vec<_>>().join("\n  ")
 }

@@ -26,12 +26,12 @@ impl Writer {
     pub fn u64(self, value: u64) -> Writer {
         self.raw(&value.to_le_bytes())
     }
-    /// Bytes without a length: the reader knows the length, or no field follows.
+    /// Writes bytes without a length: the reader knows the length, or no field follows.
     pub fn raw(mut self, value: &[u8]) -> Writer {
         self.0.extend_from_slice(value);
         self
     }
-    /// Bytes that are never cut.
+    /// Writes bytes that are never cut.
     pub fn bytes(self, value: &[u8]) -> Writer {
         self.u32(value.len() as u32).raw(value)
     }
@@ -66,7 +66,7 @@ impl<'a> Reader<'a> {
         self.0 = tail;
         Some(*head)
     }
-    /// At most `most` bytes.
+    /// Reads at most `most` bytes.
     pub fn bytes(&mut self, most: usize) -> Option<&'a [u8]> {
         let length = self.u32()? as usize;
         let (head, tail) = self.0.split_at_checked((length <= most).then_some(length)?)?;
@@ -103,8 +103,8 @@ pub fn clip(text: &str) -> &str {
     &text[..end]
 }
 
-/// A text from outside this process, for example from the store, which anyone with access can write. Replaces control
-/// characters, so that the text can neither steer a terminal nor end a log line. Characters in `kept` stay.
+/// Cleans a text from outside this process, for example from the store, which anyone with access can write. Replaces
+/// control characters, so that the text can neither steer a terminal nor end a log line. Characters in `kept` stay.
 pub fn cleaned(text: &str, kept: &[char]) -> String {
     let clean = |c: char| match c {
         _ if kept.contains(&c) => c,

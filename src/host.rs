@@ -10,7 +10,7 @@ use crate::os::watch::PerProcess;
 /// The key-value store for the rendezvous of a group. It may still contain keys of an earlier run.
 pub trait Store {
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
-    /// Does not wait for the key. `None` if the key does not exist.
+    /// Returns the key's value without waiting for the key. `None` if the key does not exist.
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 }
 
@@ -31,26 +31,27 @@ pub trait Host: Send + Sync {
     /// `ErrorKind::Interrupted`. A waiting thread calls this at least every 100 ms, and never while it holds a lock.
     fn interrupted(&self) -> bool;
 
-    /// The place in the program at which a thread is, as text. The thread is a number of `os::watch::this_thread`, or 0
-    /// for the main thread. Waits for the interpreter's lock, however long native code holds it. `None` if the thread
-    /// runs no code of the program.
+    /// Returns the place in the program at which a thread is, as text. The thread is a number of
+    /// `os::watch::this_thread`, or 0 for the main thread. Waits for the interpreter's lock, however long native code
+    /// holds it. `None` if the thread runs no code of the program.
     fn place(&self, _thread: u64) -> Option<String> {
         None
     }
 
-    /// The place in the program at which an operation was called; `site` is its `CallNote::site`. `None` if places are
-    /// not recorded.
+    /// Returns the place in the program at which an operation was called; `site` is its `CallNote::site`. `None` if
+    /// places are not recorded.
     fn call_site(&self, _site: u32) -> Option<String> {
         None
     }
 
-    /// On how many threads `parallel` would run a large number of parts if the calling thread called it now. The
-    /// calling thread is one of them.
+    /// Returns on how many threads `parallel` would run a large number of parts if the calling thread called it now.
+    /// The calling thread is one of these threads.
     fn threads(&self) -> usize {
         1
     }
 
-    /// Calls `part` with each number below `parts`, on up to `threads` threads, and returns after all calls have.
+    /// Calls `part` with each number below `parts`, on up to `threads` threads, and returns after all of these calls
+    /// have returned.
     fn parallel(&self, parts: usize, part: &(dyn Fn(usize) + Sync)) {
         (0..parts).for_each(part);
     }
@@ -94,7 +95,7 @@ pub struct Memory(std::sync::Arc<Mutex<std::collections::HashMap<String, Vec<u8>
 
 #[cfg(test)]
 impl Memory {
-    /// The keys that begin with `begin`, sorted.
+    /// Returns the keys that begin with `begin`, sorted.
     pub fn keys(&self, begin: &str) -> Vec<String> {
         let all = self.0.lock().unwrap();
         let mut keys: Vec<String> = all.keys().filter(|key| key.starts_with(begin)).cloned().collect();

@@ -31,7 +31,7 @@ pub fn sort(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()
     Ok(())
 }
 
-/// The index at which each part begins, if parts of these sizes are stored one after the other.
+/// Returns the index at which each part begins, if parts of these sizes are stored one after the other.
 fn begins(counts: &[i64]) -> Vec<usize> {
     counts.iter().scan(0, |next, &count| Some(std::mem::replace(next, *next + count as usize))).collect()
 }
@@ -76,8 +76,8 @@ impl<'a> Table<'a> {
         &self.taken[from * self.experts + to * each..][..each]
     }
 
-    /// Number of rows for each rank, from each rank, and for each expert of this rank, in this order. Then the largest
-    /// number of rows for one expert, and the number of all rows of all ranks.
+    /// Writes to `found`, in this order, the number of rows for each rank, from each rank, and for each expert of this
+    /// rank. Then come the largest number of rows for one expert, and the number of all rows of all ranks.
     pub fn figures(&self, found: &mut [i64]) -> Result<()> {
         let ranks = self.ranks();
         sizes("figures", found.len(), 2 * ranks + self.experts / ranks + 2)?;
@@ -98,7 +98,8 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// `order` and `wanted` are the order and the counts that `sort` has written. Each token has `choices` assignments.
+    /// Computes which rows this rank sends. `order` and `wanted` are the order and the counts that `sort` has written.
+    /// Each token has `choices` assignments.
     pub fn leaving(&self, order: &[i64], wanted: &[i64], choices: usize, to: Leaving) -> Result<()> {
         let Leaving { rows, sources, places } = to;
         sizes("wanted", wanted.len(), self.experts)?;
@@ -129,8 +130,9 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// Received rows are grouped by the rank that sent them, in rank order. `sorting[i]` is the place of the row that
-    /// comes i-th by expert, then by rank. `unsorted` is the inverse permutation.
+    /// Computes the permutation that sorts the received rows by expert, then by rank. Received rows are stored in
+    /// groups, one for each rank that sent them, in rank order. `sorting[i]` is the place of the row that comes i-th
+    /// when sorted. `unsorted` is the inverse permutation.
     pub fn coming(&self, sorting: &mut [i64], unsorted: &mut [i64]) -> Result<()> {
         let total: i64 = (0..self.ranks()).map(|from| self.counts(from, self.rank).iter().sum::<i64>()).sum();
         sizes("sorting", sorting.len(), total as usize)?;

@@ -2,8 +2,8 @@
 //!
 //! A thread that waits for an operation *lends* these threads to itself for the time of the wait (`lend`). The code
 //! that copies and combines calls `split`, which runs one part of the range on each thread. If nothing was lent to a
-//! thread, it does the whole range itself. This holds for the progress thread, which drives while the program computes
-//! on the intra-op threads, and for the lanes of groups over several hosts.
+//! thread, it does the whole range itself. This holds for the progress thread, which drives operations while the
+//! program computes on the intra-op threads, and for the lanes of groups over several hosts.
 //!
 //! A parallel region ends when its last thread has arrived. If another process runs on that thread's core, this takes
 //! until the scheduler's next tick: a copy that needs microseconds then takes milliseconds. So if a thread had to wait
@@ -60,7 +60,7 @@ struct Patience {
 
 impl Patience {
     /// After a late region, the pause is this many times as long as the region. If less time has passed since the last
-    /// pause than that pause lasted, the new pause is at least twice as long.
+    /// pause than that pause lasted, the new pause is at least twice as long as the last one.
     const PAUSE: u64 = 25;
     const LONGEST: u64 = 1_000_000_000;
 
@@ -68,8 +68,8 @@ impl Patience {
         Patience { until: 0, pause: 0 }
     }
 
-    /// The state after a region of `bytes` bytes that began at `began` and ended at `now`. The region was late if it
-    /// took over 100 us longer than one thread alone at 1 GB/s, which is a fraction of any core's speed.
+    /// Returns the state after a region of `bytes` bytes that began at `began` and ended at `now`. The region was late
+    /// if it took over 100 us longer than one thread alone at 1 GB/s, which is a fraction of any core's speed.
     fn after(self, bytes: usize, began: u64, now: u64) -> Patience {
         let took = now.saturating_sub(began);
         if took <= 100_000 + bytes as u64 {
@@ -169,8 +169,8 @@ pub struct Wish {
     pub cores: usize,
 }
 
-/// How many threads each rank of a group uses: the smallest number that any rank may use. `cores` is the number of
-/// cores that all ranks may use together.
+/// Returns how many threads each rank of a group uses: the minimum over the ranks of the number that a rank may use.
+/// `cores` is the number of cores that all ranks may use together.
 pub fn agreed(wishes: &[Wish], cores: usize) -> usize {
     let share = cores / wishes.len().max(1);
     let each = wishes.iter().map(|wish| {
@@ -317,7 +317,7 @@ mod tests {
                 let patience = PATIENCE.get();
                 assert!(patience.pause >= 100_000_000, "25 times as long as the region: {patience:?}");
                 assert!(patience.until >= began + patience.pause, "from the end of the region on: {patience:?}");
-                // Sets the end of the pause itself, because a busy machine may let it pass between two calls.
+                // Sets the end of the pause itself, because on a busy machine the pause may pass between two calls.
                 PATIENCE.set(Patience { until: u64::MAX, ..patience });
                 assert_eq!(split_into(1 << 20).len(), 1, "during the pause");
                 PATIENCE.set(Patience { until: 0, ..patience });

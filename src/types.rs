@@ -394,8 +394,8 @@ impl Request {
     /// If the call is passed to a group, the following must hold until the operation has ended. All bytes of `inputs`
     /// stay readable and all bytes of `outputs` stay writable. No other code writes the inputs or accesses the outputs.
     /// The operation has ended when `Group::run` returns, or when `Op::is_done`, `Op::wait` (with any result except
-    /// `Error::wait_elapsed`) or `Completion::ended` reports it. If `issue` refuses the call, the contract ends at
-    /// once. (The group orders two of its calls on the same memory.)
+    /// `Error::wait_elapsed`) or `Completion::ended` reports it. If `issue` refuses the call, the contract ends
+    /// immediately. (If two of its calls use the same memory, the group runs them in order.)
     #[allow(unsafe_code)] // declares the contract; nothing is read or written here
     pub unsafe fn new(kind: Kind, inputs: impl Into<Spans>, outputs: impl Into<Spans>) -> Request {
         Request { inputs: inputs.into(), outputs: outputs.into(), ..Request::without_memory(kind) }

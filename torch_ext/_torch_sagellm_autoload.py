@@ -2,8 +2,8 @@
 
 It must therefore do no harm. It is outside the package and needs only the standard library. It executes nothing of the
 package before a group of ours is created, unless ``SAGELLM_AS`` is set. A defect of the package or its variables does
-not break ``import torch``. Its error is raised only when a group is created whose backend is this package or the one
-that ``SAGELLM_AS`` names. If the error is known earlier, one warning reports it.
+not break ``import torch``. The defect's error is raised only when a group is created whose backend is this package, or
+the one that ``SAGELLM_AS`` names. If the error is known earlier, one warning reports it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Unusable(ImportError):
 class Devices(list[str]):
     """The types of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
 
-    They are computed whenever torch asks, when a group is created, because a vendor's package that is imported after
-    torch may register its device after this backend was registered.
+    torch asks for them when a group is created, and each time they are computed anew. A vendor's package that is
+    imported after torch may register its device only after this backend was registered.
     """
 
     def __iter__(self) -> Iterator[str]:

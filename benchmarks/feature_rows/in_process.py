@@ -14,7 +14,7 @@ RANKS = 4
 
 
 def all_reduced(elements: int, calls: int) -> Callable[[], Made]:
-    """Rank 0 of the program holds all ranks; the other waits."""
+    """Rank 0 of the program holds all ranks of the topology; the program's other rank waits."""
 
     def make() -> Made:
         mine = dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""OverlapScheduler: a step of layers, compared with the same step that waits for each all_reduce at once."""
+"""OverlapScheduler: a step of layers, compared with the same step that waits for each all_reduce right away."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _base(count: int, dtype: torch.dtype) -> torch.Tensor:
 def pattern(count: int, rank: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
     """A rank's input in a check: small whole numbers, so that sums are exact in every dtype.
 
-    The caller must not write the tensor, because it is a part of a cached one.
+    The caller must not write the tensor, because it is a part of a cached tensor.
     """
     return _base(count, dtype)[(5 * rank + salt) % PERIOD :][:count]
 

@@ -100,6 +100,6 @@ def format_bandwidth(gb: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """How many times as fast; a ratio below 1 is marked as lost, so that no table hides it."""
+    """How many times as fast as the compared calls; a ratio below 1 is marked as lost, so that no table hides it."""
     digits = 2 if ratio < 9.995 else 1 if ratio < 99.95 else 0
     return f"{ratio:.{digits}f}x" + (" (lost)" if ratio < 1 else "")

@@ -6,8 +6,7 @@
 //!   synchronise by two flags.
 //! - *mapped*: the engine with tensors in the arena.
 //! - *staged*: the engine with ordinary tensors.
-//! - *copy*: each rank copies as many bytes as its tensor has from the other rank's tensor: the least that an
-//!   all_gather does.
+//! - *copy*: each rank copies the other rank's whole tensor, which is the least that an all_gather does.
 //!
 //! Before each call each rank writes its whole tensor, outside of the measured time, as a program does. Otherwise the
 //! data would be in the cache of the rank that reads them, and every figure would be too low. Prints p10 and median.

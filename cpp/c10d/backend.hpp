@@ -1,10 +1,10 @@
-// The c10d backend. Each override describes its call; dispatch.cpp decides what carries it. For an engine, `lower`
-// checks the call and makes plain requests of it (several for a list of several types). The other ways to carry a call
-// are fields of the backend: a delegate, sparse all-reduces, vendors' libraries, copies in host memory.
+// The c10d backend. Each override describes its call; dispatch.cpp decides what carries the call. If an engine does,
+// `lower` checks the call and makes plain requests of it (several for a list of several types). The other ways to carry
+// a call are fields of the backend: a delegate, sparse all-reduces, vendors' libraries, copies in host memory.
 //
-// If c10d has an old and a new name for a virtual function, the old one is overridden: every supported torch has it,
-// and the new function, if torch has it, forwards to it. The lines below name the virtual functions of c10d::Backend
-// that are not overridden, and say what each does (a test reads these lines):
+// If c10d has an old and a new name for a virtual function, the function with the old name is overridden: every
+// supported torch has it, and the function with the new name, if torch has one, forwards to it. The lines below name
+// the virtual functions of c10d::Backend that are not overridden, and say what each does (a test reads these lines):
 //
 // inherited: isInitialized: true is right, the creator has connected everything
 // inherited: setGroupUid: remembers the name
@@ -100,18 +100,19 @@ class SageBackend final : public c10d::Backend {
   void shutdown() override;
   void abort() override;
 
-  // torch passes the index of the device for the tensor. The CPU has no index, so a negative one means the CPU.
+  // torch passes the index of the device for the tensor. The CPU has no index, so a negative index means the CPU.
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0 && !delegate_.serves(); }
   // A tensor on the CPU is in memory that peers can reach; a tensor on another device is allocated by torch.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // One answer for all devices of the group: true if a vendor's library carries tensors on this process's accelerator,
-  // or if the delegate supports regions. Otherwise torch issues a batch of sends and receives one by one. On the CPU
-  // that costs little, because issuing never waits for a peer. It also frees the program from the rules of regions.
+  // Returns one answer for all devices of the group: true if a vendor's library carries tensors on this process's
+  // accelerator, or if the delegate supports regions. If it is false, torch issues the sends and receives of a batch
+  // one by one. On the CPU that costs little, because issuing never waits for a peer, and the program need not obey the
+  // rules of regions.
   bool supportsCoalescing() const override;
   void startCoalescing() override { region_.start(); }
-  // If the launch fails, the returned Work has the error. If a call that threw has closed the region, throws that
-  // call's error.
+  // If the launch fails, the returned Work has the error. If the region was closed because a call in it threw, throws
+  // that call's error.
   WorkPtr endCoalescing() override;
   // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }
@@ -131,8 +132,8 @@ class SageBackend final : public c10d::Backend {
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   bool supportsShrinking() const override { return true; }
   // The remaining ranks call this; the excluded ones may have died. The call ends this group's communicator on the
-  // bound device. With the abort flag it does so at once and aborts all operations of this group. Without the flag it
-  // first waits until the operations on the device have ended.
+  // bound device. With the abort flag it does so immediately and aborts all operations of this group. Without the flag
+  // it first waits until the operations on the device have ended.
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
 
@@ -181,9 +182,9 @@ class SageBackend final : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
-  // One message that has the bytes of all tensors of the list, in order. The other rank may cut these bytes into other
-  // tensors. The tensors are on the CPU, and no delegate serves the group. The caller has checked that the received
-  // ones share no memory.
+  // Sends or receives one message that has the bytes of all tensors of the list, in order. The other rank may cut these
+  // bytes into other tensors. The tensors are on the CPU, and no delegate serves the group. The caller has checked that
+  // the tensors of a receive share no memory.
   WorkPtr send_list(Tensors& tensors, int destination, int tag);
   WorkPtr recv_list(Tensors& tensors, int source, int tag);
   // One message that has the rows `rows` of a tensor, in this order; `tensor` has one element. The same conditions
@@ -192,8 +193,8 @@ class SageBackend final : public c10d::Backend {
   WorkPtr recv_rows(Tensors& tensor, const at::Tensor& rows, int source, int tag);
 
 #ifdef SAGELLM_HAS_SINGLE_NAMES
-  // The base class forwards these calls as well. But it rejects a call that a thread makes while its earlier call
-  // waits, and a signal handler may make such a call.
+  // The base class forwards these calls as well. But it rejects a call by a thread whose earlier call still waits, and
+  // a signal handler may make such a call.
   WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     return _allgather_base(output, input, opts);
   }
@@ -221,8 +222,8 @@ class SageBackend final : public c10d::Backend {
  private:
   using TensorView = c10::ArrayRef<at::Tensor>;
 
-  // Called at the end of every override. A synchronous call is finished on this thread and returns no Work, if no hook
-  // is registered and the call is one request. c10d takes a null Work as "done", and this is the cheapest path.
+  // Called at the end of every override. If no hook is registered and a synchronous call is one request, this thread
+  // finishes the call and returns no Work. c10d takes a null Work as "done", and this is the cheapest path.
   WorkPtr dispatch(CallDesc& call, CallDesc::Delegate delegate);
   // Like the function above. If a delegate carries the call, its `method` is called with the tensors of the
   // description, and with `rest` after them.
@@ -268,7 +269,7 @@ class SageBackend final : public c10d::Backend {
   }
   // Sends the bytes of a communicator's id over the CPU side, from rank 0 to all ranks. All ranks call this.
   void broadcast_id(at::Tensor& bytes);
-  // The same from one rank to another. Both ranks call this.
+  // Sends these bytes from one rank to another. Both ranks call this.
   void pass_id(at::Tensor& bytes, int from, int to);
 
   GroupFacts facts() const { return {*group_, *options_, events_, getRank(), getSize()}; }
@@ -298,7 +299,8 @@ class SageBackend final : public c10d::Backend {
   Vendors vendors_{options_, [this] { return device_owner(); }};
   Staging staging_{*options_, vendors_};
 
-  // The device to which the parent group is bound: torch binds no device to a backend that `split` made.
+  // The device to which the parent group is bound. Kept here, because torch binds no device to a backend that `split`
+  // made.
   std::optional<c10::Device> parents_device_;
   // Cleared by `shutdown`.
   Splits splits_;

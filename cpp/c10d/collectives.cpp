@@ -1,4 +1,4 @@
-// The calls that move data, each as one description (lower/call.hpp). dispatch.cpp decides what carries it.
+// The calls that move data, each as one description (lower/call.hpp). dispatch.cpp decides what carries a call.
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -174,7 +174,8 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
 namespace {
 
 // The accelerator that a barrier names, if this machine has it. Programs on the CPU pass device ids, too (accelerate
-// passes its local rank). torch then names a device of the type for which it was built; such a device need not exist.
+// passes its local rank). torch then names a device of the type for which torch was built, even if the machine has no
+// such device.
 std::optional<c10::Device> named_device(const c10d::BarrierOptions& opts) {
   std::optional<c10::Device> device = opts.device;
   if (!device && !opts.device_ids.empty()) {

@@ -25,9 +25,9 @@ class Delegate {
   Delegate(GroupFacts group, BackendPtr backend, std::string reason)
       : group_(std::move(group)), reason_(std::move(reason)), backend_(std::move(backend)) {}
 
-  // True if it carries the calls on tensors in the CPU's memory.
+  // True if the delegate carries the calls on tensors in the CPU's memory.
   bool serves() const { return C10_UNLIKELY(!reason_.empty()); }
-  // Why it serves the group, or empty.
+  // Why the delegate serves the group, or empty.
   const std::string& reason() const { return reason_; }
   // Name of the backend that serves the group if the engine cannot, for error texts.
   std::string name() const { return group_.options.delegate.empty() ? "gloo" : group_.options.delegate; }
@@ -37,8 +37,8 @@ class Delegate {
 
   // Carries a call, records it in the statistics and watches it.
   WorkPtr carry(const CallDesc& call) { return issue(call, false); }
-  // The same for a call on tensors on a device. A callback thread waits for the delegate, and a thread that issues a
-  // later call on the same memory first waits for the earlier call.
+  // Carries a call on device tensors, with copies of the tensors in host memory. A callback thread waits for the
+  // delegate, and a thread that issues a later call on the same memory first waits for the earlier call.
   WorkPtr carry_through_host(const CallDesc& call, c10::Device device, Staging& staging);
   void monitored_barrier(const c10d::BarrierOptions& opts, bool wait_all_ranks);
   // True if a monitored barrier has failed, after which the delegate's group may be broken. The core records failures
@@ -52,7 +52,7 @@ class Delegate {
   void leave_to_parent();
 
  private:
-  // A call on device tensors that may not have ended, and the memory that the call reads or writes. The Work is held
+  // A call that may not have ended, on device tensors, and the memory that the call reads or writes. The Work is held
   // weakly: a call whose Work no longer exists counts as ended.
   struct Copied {
     c10::weak_intrusive_ptr<c10d::Work> work;
@@ -60,8 +60,8 @@ class Delegate {
   };
 
   WorkPtr issue(const CallDesc& call, bool host_staged);
-  // Waits for the calls in `copied_` that conflict with this memory: one side writes a byte that the other reads or
-  // writes.
+  // Waits for each call in `copied_` that conflicts with `touched`, where one of the two writes a byte that the other
+  // reads or writes.
   void wait_for_conflicts(const std::vector<Strided>& touched);
 
   const GroupFacts group_;

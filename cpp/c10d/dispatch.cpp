@@ -118,7 +118,7 @@ SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& cal
   const TensorView inputs = call.traced();
   auto work = c10::make_intrusive<SageWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                             Trace::start(call.label.title, inputs));
-  // The Work keeps the outputs. If they are the inputs, too, they need not be kept twice.
+  // The Work keeps the outputs. If the outputs are also the inputs, the tensors need not be kept twice.
   Tensors keep = call.has_one_argument() ? Tensors() : inputs.vec();
   try {
     for (Plan& plan : plans) work->add(*group_, plan, std::exchange(keep, {}));

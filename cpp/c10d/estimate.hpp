@@ -1,4 +1,4 @@
-// c10d's time estimation: between its start and its end, the calls of one thread are estimated and not run.
+// c10d's time estimation: between its start and its end, one thread's calls are not run, and their times are estimated.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace sagellm {
 
 class TimeEstimate {
  public:
-  // Begins an estimation by this thread. False if one is running.
+  // Begins an estimation by this thread. Returns false if one is already running.
   bool begin() {
     if (!owner_.begin()) return false;
     nanoseconds_ = 0;

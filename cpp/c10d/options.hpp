@@ -30,8 +30,8 @@ struct BackendOptions final : c10d::Backend::Options {
   // The user's description of the machines, as `Topology` of src/select/start.rs parses it; empty if there is none.
   std::string topology;
   // Must be equal on all ranks of a group over several hosts. `fusion`: small operations that are pending at the same
-  // time are sent together. `strict`: between hosts, elements are combined in rank order, so results equal those on one
-  // host bit for bit.
+  // time are sent together. `strict`: between hosts, elements are combined in rank order, so the bits of a result are
+  // the same as on one host.
   bool fusion = true;
   bool strict = false;
   // Whether the link between hosts is measured when the group is made. If not, the start rules of src/select/start.rs
@@ -41,7 +41,7 @@ struct BackendOptions final : c10d::Backend::Options {
   // threads, but all ranks of the host together use at most one thread per core.
   int64_t threads = 0;
   // Whether this process was forked from one that had imported torch. GNU's OpenMP hangs in such a child if its parent
-  // has used threads, so there the calling thread copies and combines alone. Set by the Python package.
+  // has used threads, so in such a child the calling thread copies and combines alone. Set by the Python package.
   bool forked = false;
   // Whether ranks compare hashes of the results that should be equal on all ranks: "off", "sampled" or "all"; ":warn"
   // may follow the last two. Rank 0's value applies to the whole group.
@@ -50,12 +50,12 @@ struct BackendOptions final : c10d::Backend::Options {
   // of their two numbers. All their groups share the connections of their first group.
   int64_t links = 1;
   // What carries tensors on a device: "auto"; "host" for copies through host memory; a vendor's library by its name; or
-  // one by name and file ("name:/path/to/lib.so").
+  // a library by name and file ("name:/path/to/lib.so").
   std::string vendor = "auto";
   // How the program learns that a call on a device has failed if no thread waits for the call: "raise", "exit" or
   // "none". This and `blocking_wait` are local to the rank.
   std::string on_device_failure = "raise";
-  // `wait()` of a call on a device blocks the host until the call has ended, and throws if the call failed.
+  // If true, `wait()` of a call on a device blocks the host until the call has ended, and throws if the call failed.
   bool blocking_wait = false;
   // Folders that are searched for libraries, besides the usual places.
   std::vector<std::string> library_folders;

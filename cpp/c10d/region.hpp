@@ -1,8 +1,8 @@
-// A region: the calls between startCoalescing and endCoalescing. torch makes one around a batch of sends and receives,
-// and around the calls of its coalescing manager. Calls on a device are collected; at the region's end the vendor's
-// library launches all of them as one. Calls on the CPU are issued at once. No call waits inside the region; its end
-// returns a Work for all calls. A call that throws closes the region: torch does not end a region after an exception,
-// and a region that stays open would collect later calls and never run them.
+// A region: the calls between startCoalescing and endCoalescing. torch opens a region around a batch of sends and
+// receives, and around the calls of its coalescing manager. Calls on a device are collected; at the region's end the
+// vendor's library launches all of them as one. Calls on the CPU are issued immediately. No call waits inside the
+// region; its end returns a Work for all calls. A call that throws closes the region: torch does not end a region after
+// an exception, and a region that stays open would collect later calls and never run them.
 #pragma once
 
 #include <exception>
@@ -45,8 +45,8 @@ class Region {
   Content end();
   // Closes the region after a call in it has thrown `why`, and drops the calls on a device that it has collected.
   void refuse(std::exception_ptr why);
-  // Closes the region because the program leaves it by an exception. Drops the same calls and keeps no error for `end`,
-  // not even that of a call that has closed the region already. Does nothing on other threads.
+  // Closes the region because the program leaves it by an exception. Drops the collected calls on a device. Keeps no
+  // error for `end`, not even that of a call that has closed the region already. Does nothing on other threads.
   void drop();
 
  private:

@@ -27,9 +27,9 @@ class Rendezvous {
   // How the ranks of the group reach each other; see src/rendezvous/addresses.rs.
   std::string network() const { return std::string(decided_.network); }
 
-  // For a rank that fails while the ranks connect or make the delegate. The first one publishes its error text in the
-  // store, and all ranks report that text. Both functions return that text, or an empty one until it is written. They
-  // send requests to the store: call them without the GIL.
+  // A rank that fails while the ranks connect or make the delegate calls `tell_failure`. The first such rank publishes
+  // its error text in the store, and all ranks report that text. Both functions return the published text, or an empty
+  // one until it is written. They send requests to the store: call them without the GIL.
   std::string tell_failure(const std::string& text);
   std::string told_failure();
 

@@ -21,8 +21,8 @@ constexpr const char* kOp = "sparse all_reduce";
 // ints.
 constexpr uint32_t kSparseTags = 1U << 31;
 
-// The header that a rank sends to the others: count of stored numbers, counts of sparse and of dense dimensions, type,
-// then the sizes.
+// The header that a rank sends to the other ranks: count of stored numbers, counts of sparse and of dense dimensions,
+// type, then the sizes.
 constexpr size_t kMaxDims = 16;
 constexpr size_t kHeader = 4 + kMaxDims;
 enum : size_t { kStored = 0, kSparseDims = 1, kDenseDims = 2, kType = 3, kSizes = 4 };

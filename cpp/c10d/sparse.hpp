@@ -28,8 +28,8 @@ class SparseCalls {
   WorkPtr all_reduce(const CallDesc& call, c10::intrusive_ptr<c10d::Backend> backend);
   // The calls that may not have ended yet.
   std::vector<WorkPtr> under_way();
-  // A barrier that also waits for the works in `earlier`: the core runs a sparse all-reduce only in parts, so it cannot
-  // order a barrier behind it.
+  // Returns a barrier that also waits for the works in `earlier`. The core knows only the parts of a sparse all-reduce,
+  // so the core itself cannot order a barrier behind the whole call.
   WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
   // In a forked child: leaks the works, because the child has none of the threads that serve them.
   void leave_to_parent();
@@ -44,7 +44,7 @@ class SparseCalls {
   // Guards `works_`.
   std::mutex mutex_;
   std::vector<WorkPtr> works_;
-  // Number of calls that this rank has issued; gives the messages of each a separate tag.
+  // Number of calls that this rank has issued. It gives the messages of each call a separate tag.
   std::atomic<uint32_t> count_{0};
 };
 

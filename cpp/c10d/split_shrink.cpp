@@ -1,10 +1,10 @@
 // Makes groups out of this one: of some of its ranks (split), or of all ranks except the excluded ones (shrink).
 //
 // The ranks of the new group meet through the store, like those of any group. If this group is bound to a device, and
-// the vendor's library can make a communicator out of an existing one, the library makes the new group's communicator
-// out of this group's at once. First all ranks that the library waits for must agree that they can: a rank alone in the
-// library's call would wait until the deadline. Otherwise the new group's first call on the device makes a
-// communicator, from a new id.
+// the vendor's library can make a communicator out of an existing one, the library immediately makes the new group's
+// communicator out of this group's. First all ranks that the library waits for must agree that they can take part: a
+// rank alone in the library's call would wait until the deadline. Otherwise the new group's first call on the device
+// makes a communicator, from a new id.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 

@@ -1,14 +1,14 @@
-// Tensors on a device without a library, carried by the CPU's engine or by a delegate: copied to host memory, moved or
-// combined there, and copied back.
+// Carries tensors on a device that has no library: they are copied to host memory, moved or combined there by the CPU's
+// engine or by a delegate, and copied back.
 //
-// The engine cannot use the memory of such tensors directly, and neither can it use the memory of strided tensors.
-// Temporaries in host memory replace them (lower/plan.hpp); the core decides when the temporaries are filled and copied
-// back. So the core keeps calls on the same memory in order, and a call has ended when its results are on the device. A
-// delegate gets copies in place of the tensors (c10d/delegate.cpp).
+// The engine cannot directly use the memory of such tensors, nor that of strided tensors. Temporaries in host memory
+// replace them (lower/plan.hpp); the core decides when the temporaries are filled and copied back. So the core keeps
+// calls on the same memory in order, and a call has ended when its results are on the device. A delegate gets copies in
+// place of the tensors (c10d/delegate.cpp).
 //
-// Streams: issuing a call waits for the work on this rank's current stream, never for another rank. So copies may be
-// made later, on a stream of the group, by any thread that drives the operation. The copies wait for the device, so
-// work that is enqueued after the end of the call finds the results, on any stream.
+// Streams: issuing a call waits for the work on this rank's current stream, never for another rank. That work is then
+// done, so copies may be made later, on a stream of the group, by any thread that drives the operation. The copies wait
+// for the device, so work that is enqueued after the end of the call finds the results, on any stream.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ class Staging {
   c10::Stream stream(c10::Device device) { return streams_.side(device); }
 
  private:
-  // Logs the group's first call through host memory, as a warning if it is the first one of the process.
+  // Logs the group's first call through host memory, as a warning if it is the process's first such call.
   void tell_once(c10::Device device);
 
   const BackendOptions& options_;

@@ -17,7 +17,7 @@ Vendors::Library Vendors::find(c10::DeviceType type) const {
     made.library =
         std::make_shared<VendorDevices>(owner_(), type, wanted.substr(0, colon), file, options_->library_folders);
   } catch (const std::exception& error) {
-    // A user who names a library gets that one or an error.
+    // A user who names a library gets that library or an error.
     if (wanted != "auto") throw;
     made.missing = error.what();
   }

@@ -22,8 +22,8 @@ class Vendors {
   Vendors(c10::intrusive_ptr<BackendOptions> options, std::function<DeviceOwner()> owner)
       : options_(std::move(options)), owner_(std::move(owner)) {}
 
-  // The library for devices of a type, or null if their tensors go through host memory. Searches only once. Throws if
-  // the user named a library that cannot be used.
+  // Returns the library for devices of a type, or null if tensors on these devices go through host memory. Searches
+  // only once. Throws if the user named a library that cannot be used.
   Library find(c10::DeviceType type) const;
   // Why tensors on devices of this type go through host memory.
   std::string missing(c10::DeviceType type) const;

@@ -128,8 +128,8 @@ void Failure::tell(const std::string& error, const Threads& threads) {
 }
 
 void Failure::exit(const std::string& error) const {
-  // The core has already written its dump. The abort hooks of torch write theirs on callback threads, so wait for
-  // these.
+  // The core has already written its dump. torch's abort hooks write their dumps on callback threads, so wait for these
+  // threads.
   CallbackPool::instance().settle(kLastWords);
   std::fprintf(stderr, "%s\nsagellm: this process ends with code %d, as on_device_failure=\"exit\" asks\n",
                text_of(error).c_str(), kExitCode);

@@ -19,8 +19,8 @@ at::TensorOptions on(c10::Device device, at::ScalarType type) {
   return at::TensorOptions().dtype(type).device(device);
 }
 
-// The list operations below only copy bits, but torch's kernels for lists do not support every element type. So another
-// type of the same width replaces it: an integer type if there is one.
+// The list operations below only copy bits, but torch's kernels for lists do not support every element type. So they
+// use another type of the same width: an integer type if there is one.
 at::ScalarType bits_of(at::ScalarType type) {
   switch (c10::elementSize(type)) {
     case 1:
@@ -132,7 +132,8 @@ at::ScalarType wire_type(const DeviceLowering& lowering, at::ScalarType type) {
 
 bool is_dense(const at::Tensor& tensor) {
   if (!tensor.is_privateuseone()) return true;
-  // The operator is registered before such tensors can exist. A process that lacks it looks it up again at each call.
+  // The operator is registered before such tensors can exist. A process that lacks the operator looks it up again at
+  // each call.
   static const c10::OperatorName name(kFormatOperator, "");
   const auto query = c10::Dispatcher::singleton().findSchema(name);
   if (!query.has_value()) return true;

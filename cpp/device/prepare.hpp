@@ -30,7 +30,7 @@ class Preparation {
   void store() const;
 
  private:
-  // `numbers` after the steps. If `factor` is undefined, a scaling step uses the factor that it holds.
+  // Applies the steps to `numbers`. If `factor` is undefined, a scaling step uses the factor that the step holds.
   at::Tensor applied(at::Tensor numbers, const rust::Vec<Local>& steps, const at::Tensor& factor = {}) const;
   at::Tensor gathered() const;
 

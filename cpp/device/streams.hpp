@@ -79,9 +79,9 @@ class DeviceStreams {
   explicit DeviceStreams(const RustDevices* core = nullptr) : core_(core) {}
 
   // Returns the group's stream on this device, from torch's pool, or the device's default stream if it has no pool.
-  // Operations with different `stream_key` get different streams. Collectives have one key, and each direction of
-  // messages between two ranks has another, so an operation that waits for a peer does not hold up operations that do
-  // not need this peer.
+  // Operations with different `stream_key` get different streams. Collectives share one key, and each direction of
+  // messages between two ranks has its own key. So an operation that waits for a peer does not hold up operations that
+  // do not need this peer.
   c10::Stream side(c10::Device device, int stream_key = 0);
   // Begins an operation on the caller's current stream `callers` or, with `async`, on the group's stream. The group's
   // stream first waits for the work that is now on the caller's stream.
@@ -90,8 +90,8 @@ class DeviceStreams {
  private:
   friend class Passage;
 
-  // A raw event that a stream of torch waits for. The core may reuse it after the stream's queue on the host has been
-  // flushed; until then the wait may not have reached the device.
+  // A raw event that a stream of torch waits for. The core may reuse the event after the stream's queue on the host has
+  // been flushed; before that, the wait may not have reached the device.
   struct Told {
     c10::Stream stream;
     size_t event;

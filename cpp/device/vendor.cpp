@@ -212,8 +212,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
 
 DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun, const CallPtr& call,
                                            const c10::Stream& callers, Tensors keep, const Terms& terms) {
-  // In a capture the call runs on the caller's stream: work on another stream, if that is not joined again, would be
-  // missing from the graph.
+  // In a capture the call runs on the caller's stream, because the graph would lack work on another stream that does
+  // not join the caller's again.
   const bool on_callers = !terms.async || terms.capturing;
   Passage passage = streams_.begin(callers, !on_callers, owner_.events->timing(), begun.stream_key);
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
@@ -269,7 +269,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
 }
 
 bool VendorDevices::is_capturing(const c10::Stream& stream) const {
-  // For a device type that is not torch's own, `false` may only mean that its guard does not implement the query.
+  // For a device type that is not torch's own, `false` may merely mean that the device's guard does not implement the
+  // query.
   const std::optional<bool> told = capture_of(stream);
   if (told && (*told || type_ != c10::DeviceType::PrivateUse1)) return *told;
   void* raw = nullptr;

@@ -53,13 +53,13 @@ class VendorDevices final {
 
   std::string describe() const { return std::string(opened_.description); }
 
-  // Enqueues calls on a stream of the device; several calls are one launch. It waits for peers only in a synchronous
-  // barrier or with `blocking_wait`, and in the first call that needs a communicator, until all ranks of the
-  // communicator have reached that call. Returns null for a synchronous call without hooks: all its work is on the
-  // caller's stream, which keeps its tensors in order. `region`: all ranks take part in the calls, messages included,
-  // so messages need no communicator of their own. The pieces of the calls are addresses on the device. A temporary
-  // replaces each of the caller's tensors that is not contiguous or overlaps another. Temporaries are filled before the
-  // call, and results are copied back after it.
+  // Enqueues calls on a stream of the device; several calls are one launch. It waits for peers in a synchronous barrier
+  // and with `blocking_wait`. It also waits in the first call that needs a communicator, until all ranks of the
+  // communicator have reached that call. It waits for peers in no other case. Returns null for a synchronous call
+  // without hooks: all its work is on the caller's stream, which orders later uses of its tensors. `region`: all ranks
+  // take part in the calls, messages included, so messages need no communicator of their own. The pieces of the calls
+  // are addresses on the device. A temporary replaces each of the caller's tensors that is not contiguous or overlaps
+  // another. Temporaries are filled before the call, and results are copied back after it.
   c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
                                         c10::Device device, bool async, bool region = false);
   // Returns a work whose `wait` returns when all collectives issued before have ended; null if there are none.
@@ -76,8 +76,8 @@ class VendorDevices final {
   // Makes the communicator that `can_split` asked about. All ranks call this together, after all have agreed that they
   // can. `child` is null on a rank that is in no new group.
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
-  // Retires this group's communicator before a shrink: no later call uses it, and it is destroyed when the returned
-  // object is dropped. `drained`: no operation is pending in it.
+  // Retires this group's communicator before a shrink: no later call uses the communicator, and dropping the returned
+  // object destroys it. `drained`: no operation is pending in it.
   DevicesRetired retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
   // Makes the communicator of this group, which consists of all ranks of `old`'s group except `excluded`. All ranks of
   // this group call this together.
@@ -104,7 +104,7 @@ class VendorDevices final {
   auto exchanging(Function function);
   DeviceBegun begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region, bool capturing);
   // Enqueues the calls, with the steps before and after them, on the stream of `passage`. `callers` is the current
-  // stream. Returns the event at their end. If it throws, it has leaked `keep` and `call`.
+  // stream. Returns the event at the end of all this work. If it throws, it has leaked `keep` and `call`.
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
                                   const CallPtr& call, const c10::Stream& callers, Passage& passage, Tensors& keep,
                                   bool asked_only);
@@ -128,7 +128,7 @@ class VendorDevices final {
                                         std::unique_ptr<Trace> trace, const Terms& terms);
 
   // Makes a barrier on `stream` wait for the last collective of every other stream. For collectives on its own device,
-  // `stream` waits. For those on other devices, the end events are returned.
+  // `stream` waits. For collectives on other devices, the end events are returned.
   std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream) const;
 
   const DeviceOwner owner_;
@@ -139,7 +139,8 @@ class VendorDevices final {
   // End events of the last collective on each stream.
   const std::shared_ptr<LastEnds> last_ = std::make_shared<LastEnds>();
   // Captured calls: the first one, which represents all of them when replays are checked, and every call whose host
-  // memory a replay reads. torch does not report when a graph is destroyed, so they are kept as long as the group.
+  // memory a replay reads. torch does not report when a graph is destroyed, so these calls are kept as long as the
+  // group.
   std::mutex captured_mutex_;
   std::vector<CallPtr> captured_;
   // Handles failures, and counts the calls under way for `drain`. Shared, because a work may outlive this object.

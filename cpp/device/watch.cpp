@@ -86,7 +86,7 @@ void DeviceWatch::serve() {
   constexpr auto kIdle = std::chrono::seconds(10);
   constexpr auto kReplays = std::chrono::seconds(1);
   // Number of pauses for which the thread stays awake after the last call. So a program that makes one call after the
-  // other does not pay for a wake-up in each of them.
+  // other does not pay for a wake-up in each call.
   constexpr int kAwake = 10;
   int without_calls = 0;
   auto pause = kShort;

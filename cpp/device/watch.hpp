@@ -25,9 +25,9 @@ class DeviceWatch {
 
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
-  // Polls the run until its end. If no thread can do that, ends the run with that error and throws.
+  // Polls the run until its end. If the watching thread cannot be started, ends the run with that error and throws it.
   void add(const RunPtr& run);
-  // Checks once a second whether replays of a captured call will end, until the owner of the call drops it.
+  // Checks once a second whether replays of a captured call will end, until the owner of the call drops the call.
   void add_captured(const CallPtr& call, std::shared_ptr<Failure> failure);
   struct Launch {
     CallPtr call;
@@ -35,9 +35,9 @@ class DeviceWatch {
     std::shared_ptr<Failure> failure;
     Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
   };
-  // Registers a launch with the watch for the lifetime of this object. So its deadline applies even if the launch does
-  // not return, or if the next steps cannot be enqueued after it. The lock is held briefly at the beginning and at the
-  // end. The watching thread wakes for the launch, and so need not wake for the call that follows.
+  // Registers a launch with the watch for the lifetime of this object. So the launch's deadline applies even if the
+  // launch does not return, or if the steps after it cannot be enqueued. The lock is held briefly at the beginning and
+  // at the end. The watching thread wakes for the launch, and so need not wake for the call that follows.
   class Launching {
    public:
     Launching(CallPtr call, std::shared_ptr<Failure> failure) : launch_{std::move(call), std::move(failure)} {
@@ -67,17 +67,18 @@ class DeviceWatch {
   // Ends the launches in `launching` that must be aborted, and empties the list. Call it without `mutex_`.
   void end_overdue(std::vector<Launch>& launching);
   void serve();
-  // For each stream, polls only the first call in `runs_`, because a stream passes its calls in order; also polls calls
-  // whose deadline has passed. Removes the calls that have ended, and returns true if there was one. Call it without
+  // Polls the first call of each stream in `runs_`, because a stream passes its calls in order. Also polls calls whose
+  // deadline has passed. Removes the calls that have ended, and returns true if there was one. Call it without
   // `mutex_`.
   bool look();
   // Runs on a second thread, which never queries the device. A query can hang, for example while another thread loads a
   // kernel and waits for the device to become idle. If this thread finds the watching thread in the same queries twice,
   // half a second apart, it fails the calls that must be aborted. The abort unblocks the device, so the query returns.
-  // Two looks are compared instead of clock times, because in a process that was stopped meanwhile no query has hung.
+  // Two looks are compared instead of clock times, because time also passes while the process is stopped and no query
+  // hangs.
   void guard();
 
-  // The captured calls of one group, represented by one of them.
+  // The captured calls of one group, represented by one call.
   struct Captured {
     std::weak_ptr<const RustCall> call;
     std::shared_ptr<Failure> failure;
@@ -98,10 +99,10 @@ class DeviceWatch {
   // Calls that the thread has not yet moved to `runs_`.
   std::vector<RunPtr> added_;
   // Calls that the watching thread polls. Only this thread changes the list, with `mutex_` held; it reads the list
-  // without it. On the heap, because calls that have not ended are leaked when the thread stops.
+  // without the mutex. On the heap, because calls that have not ended are leaked when the thread stops.
   std::vector<RunPtr>& runs_ = *new std::vector<RunPtr>();
-  // Odd while the watching thread queries the device; it adds one before and after. Read by the second thread. Relaxed:
-  // it orders no other access.
+  // Odd while the watching thread queries the device; the thread adds one before and after its queries. Read by the
+  // second thread. Relaxed: it orders no other access.
   std::atomic<uint64_t> queries_{0};
   // Launches that have not returned, and whose group has not failed.
   std::vector<Launch> launching_;

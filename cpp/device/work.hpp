@@ -80,8 +80,8 @@ class DeviceRun final {
   // ending it. May be called on any thread.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
   bool overdue() const;
-  // Fails the run if its call must be aborted, without asking the device whether it has passed. May be called on any
-  // thread.
+  // Fails the run if its call must be aborted, without asking the device whether the call has passed. May be called on
+  // any thread.
   void fail_unasked();
   // Ends the run and its Work. `idle`: the device no longer uses the tensors, so they are released; otherwise they are
   // leaked.
@@ -118,8 +118,8 @@ class DeviceRun final {
 
 // Made when all work of the operation is on its stream. It ends when the device has passed that work. On the group's
 // stream the tensors are held until then, or until a `wait` has made the caller's stream wait for the operation, so no
-// allocator needs to know of the group's stream. On the caller's stream none are held, because memory that is freed
-// there is reused only after this work.
+// allocator needs to know of the group's stream. On the caller's stream no tensors are held, because memory that is
+// freed there is reused only after this work.
 class DeviceWork final : public SageWork {
  public:
   using Launched = DeviceRun::Launched;

@@ -25,7 +25,7 @@ using Target = std::tuple<pid_t, pid_t, unsigned long>;
 
 Alarm::Error Alarm::keep(PyObject* error) {
   Py_INCREF(error);
-  // The last reference may be dropped without the GIL. If the interpreter has ended by then, the class is leaked.
+  // If the last reference is dropped without the GIL, or after the interpreter has ended, the class is leaked.
   return {error, [](PyObject* kept) {
             if (python_alive() && PyGILState_Check() != 0) Py_DECREF(kept);
           }};
@@ -63,8 +63,8 @@ void Alarm::take_back(uint64_t group) {
     return slot != slots_.end() && slot->second.groups.count(group) > 0;
   };
   if (!is_raised() || !python_alive()) return;
-  // While this thread holds the GIL, no other thread raises an exception in it, and none becomes active, because it
-  // runs no bytecode.
+  // While this thread holds the GIL, no other thread raises an exception in it. No pending exception becomes active
+  // either, because this thread runs no bytecode.
   const py::gil_scoped_acquire gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   Slot& slot = slots_[me];
@@ -72,8 +72,8 @@ void Alarm::take_back(uint64_t group) {
   if (own == slot.groups.end()) return;
   const Error error = std::move(own->second);
   slot.groups.erase(own);
-  // The pending exception may be a different one: the failure of another group, or one that the program itself raises
-  // here.
+  // The pending exception may be a different one: the failure of another group, or an exception that the program itself
+  // raises here.
   if (PyThreadState_Get()->async_exc != error.get()) return;
   PyThreadState_SetAsyncExc(slot.number, slot.groups.empty() ? nullptr : slot.groups.begin()->second.get());
 }

@@ -56,8 +56,8 @@ at::DataPtr reachable_memory(size_t bytes) {
   return memory;
 }
 
-// Makes large allocations in shared memory. The allocator that was installed before makes all others. Never destroyed,
-// because storages keep a pointer to their allocator.
+// Makes large allocations in shared memory. The allocator that was installed before makes all other allocations. Never
+// destroyed, because storages keep a pointer to their allocator.
 class Forwarding final : public c10::Allocator {
  public:
   explicit Forwarding(c10::Allocator* behind) : behind_(behind) {}

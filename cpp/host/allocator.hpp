@@ -1,5 +1,5 @@
-// Tensors in memory that peers can reach (src/engine/shm/memory/arena.rs). They are made one by one, or by torch's CPU
-// allocator after ours was installed in front of it.
+// Tensors in memory that peers can reach (src/engine/shm/memory/arena.rs). They are made one by one, or by our CPU
+// allocator, which is installed in front of torch's own.
 //
 // Each allocation carries the deleter of the allocator that made it, so it is freed by that allocator whatever is
 // installed later. If the core has no such memory, the allocation is ordinary memory.

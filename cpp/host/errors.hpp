@@ -1,6 +1,6 @@
-// Converts errors of the core and of the shim to C++ exceptions, which torch turns into Python's. Between the core and
-// the shim an error is a text; its first letter is the code of its `ErrorKind`. The functions here make and read such
-// texts.
+// Converts errors of the core and of the shim to C++ exceptions, which torch turns into Python exceptions. Between the
+// core and the shim an error is a text; its first letter is the code of its `ErrorKind`. The functions here make and
+// read such texts.
 #pragma once
 
 #include <c10/util/Exception.h>

@@ -22,7 +22,7 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual void set(rust::Str key, rust::Slice<const uint8_t> value) const = 0;
-  // Returns false at once if the key is missing.
+  // Returns false immediately if the key is missing.
   virtual bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const = 0;
   // Returns the sum of all values that any rank has added to the key.
   virtual int64_t add(rust::Str key, int64_t by) const = 0;

@@ -1,5 +1,6 @@
-// Symbols that the wheels' extension defines itself. With them it also loads with a C library and a libstdc++ that are
-// older than those it was compiled with (docs/internals/release.md). Other builds compile nothing here.
+// Symbols that the wheels' extension defines itself. With these symbols the extension also loads with a C library and a
+// libstdc++ that are older than those at its compilation (docs/internals/release.md). Other builds compile nothing
+// here.
 #ifdef SAGELLM_OLD_GLIBC
 
 #include <dlfcn.h>
@@ -36,12 +37,13 @@ timespec on_system_clock(clockid_t clock, const timespec& until) {
 // These three stay local to the extension: src/engine/device/exports.map does not export them.
 extern "C" {
 
-// In glibc since 2.32. libstdc++ leaves out atomic operations if it is not 0, and torch always has threads.
+// glibc has this variable since 2.32. libstdc++ leaves out atomic operations if it is not 0. It is 0, because torch
+// always has threads.
 char __libc_single_threaded = 0;
 
-// In glibc since 2.30. If the loaded glibc has the function, it is called. Otherwise the deadline is converted to the
-// system clock, and libstdc++ checks the steady clock after the wait. If the system clock is set back meanwhile, this
-// wait takes longer.
+// glibc has this function since 2.30. If the loaded glibc has it, that function is called. Otherwise the deadline is
+// converted to the system clock, and libstdc++ checks the steady clock after the wait. If the system clock is set back
+// meanwhile, this wait takes longer.
 int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
   static const auto theirs = reinterpret_cast<ClockWait>(dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
   if (theirs != nullptr) return theirs(condition, mutex, clock, until);

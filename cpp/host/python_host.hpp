@@ -41,9 +41,9 @@ std::exception_ptr take_interrupt() noexcept;
 // as unraisable.
 void drain_log();
 
-// For a Python thread that waits in torch without the GIL, perhaps beyond the interpreter's end. Before 3.14 CPython
-// ends a thread that then asks for the GIL, by pthread_exit. The unwinding ends the process when it reaches a
-// destructor that must not throw, such as the one of torch's GIL guard. After this call, the thread sleeps at that
+// For a Python thread that waits in torch without the GIL, perhaps beyond the interpreter's end. If the thread then
+// asks for the GIL, CPython before 3.14 ends the thread by pthread_exit. The unwinding ends the process when it reaches
+// a destructor that must not throw, such as the one of torch's GIL guard. After this call, the thread sleeps at that
 // point instead.
 void outlive_python();
 

@@ -22,8 +22,8 @@ namespace sagellm {
 
 namespace {
 
-// The socket of a client, from its text, which contains "TCPClient(SocketImpl(fd=13, ...". -1 if the text has no
-// socket.
+// Returns the socket of a client, or -1 if the client's text has none. The text contains "TCPClient(SocketImpl(fd=13,
+// ...".
 int socket_of(const c10d::TCPStore& client) {
   const std::string text = store_text(client, 0);
   const std::string before = "SocketImpl(fd=";
@@ -128,8 +128,8 @@ class C10dStore final : public Store {
     return plain_errors([&] {
       const std::string name = full(key);
       // `compareSet` returns the stored value, or the expected one if the key is missing. No rank ever stores the value
-      // expected here, so the call changes no key. It is one request, and it never waits: another rank may delete the
-      // key at any time. (A `FileStore` whose file was deleted creates it again, as it does at every other request.)
+      // expected here, so the call changes no key. It is one request, and never waits, even if another rank deletes the
+      // key meanwhile. (A `FileStore` whose file was deleted creates it again, as it does at every other request.)
       static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
       const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
         if (compares_) return store.compareSet(name, nothing, nothing);
@@ -161,11 +161,11 @@ class C10dStore final : public Store {
   std::string full(rust::Str key) const { return prefix_ + std::string(key); }
 
   const c10::intrusive_ptr<c10d::Store> users_;
-  // Set if the user's store is a TCPStore. `prefix_` is then the text that its PrefixStores put before a key; the text
-  // of the innermost one comes first.
+  // Set if the user's store is a TCPStore. `prefix_` is then the text that the PrefixStores around it put before a key;
+  // the text of the innermost PrefixStore comes first.
   std::shared_ptr<Connection> connection_;
   std::string prefix_;
-  // Whether the user's store is one of those of torch that implement `compareSet`.
+  // Whether the user's store is a store of torch that implements `compareSet`.
   bool compares_ = false;
 };
 

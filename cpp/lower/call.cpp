@@ -24,12 +24,12 @@ bool is_block(const at::Tensor& part, const at::Tensor& whole, int rank) {
              static_cast<const char*>(whole.const_data_ptr()) + static_cast<size_t>(rank) * part.nbytes();
 }
 
-// True if `part` needs a temporary: it overlaps `whole` but is not exactly its own block.
+// True if `part` needs a temporary: it overlaps `whole` but is not exactly this rank's block of it.
 bool collides(const at::Tensor& part, const at::Tensor& whole, int rank) {
   return overlap(part, whole) && !is_block(part, whole, rank);
 }
 
-// The same, if the ranks' blocks are a list of tensors.
+// Like the function above, but the ranks' blocks are a list of tensors.
 bool collides(const at::Tensor& part, View blocks, int rank) {
   for (size_t i = 0; i < blocks.size(); ++i) {
     const bool own = i == static_cast<size_t>(rank);
@@ -42,8 +42,8 @@ bool overlaps_any(const at::Tensor& tensor, View others) {
   return std::any_of(others.begin(), others.end(), [&](const at::Tensor& other) { return overlap(tensor, other); });
 }
 
-// True if `tensor`, which is one block, needs a temporary because it overlaps blocks of the other argument that are not
-// its own. `place` is the index of `tensor` in its list.
+// True if `tensor`, which is one block, needs a temporary: it overlaps the other argument in blocks that it may not
+// share. `place` is the index of `tensor` in its list.
 bool aside(const CallDesc& call, const at::Tensor& tensor, size_t place, const Operand& other, int rank) {
   const View blocks = other.first();
   if (call.kind == Kind::kAllToAll) return overlaps_any(tensor, blocks);
@@ -90,7 +90,7 @@ void add_block_sizes(Plan& plan, const CallDesc& call, const Carrier& carrier) {
     plan.in_blocks = std::move(splits.inputs);
     plan.out_blocks = std::move(splits.outputs);
   } else if (!call.coalesced) {
-    // An all_to_all needs the sizes even if all are equal on this rank, because those on another rank may differ.
+    // An all_to_all needs the sizes even if all are equal on this rank, because the sizes on another rank may differ.
     const bool always = call.kind == Kind::kAllToAll;
     if (call.inputs.blocks == Blocks::kPerRank) plan.in_blocks = block_sizes(call.inputs.first(), always);
     if (call.outputs.blocks == Blocks::kPerRank) plan.out_blocks = block_sizes(call.outputs.first(), always);
@@ -116,7 +116,8 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
   // gloo combines copies of the tensors and stores the results in list order, so the list may contain a tensor twice.
   const std::vector<bool> twice =
       carrier.gloo_lists && !scatters ? in_overlaps(outputs) : std::vector<bool>(outputs.size());
-  // Inputs of each operation. The blocks of a reduce_scatter interleave, so `read_blocks` needs all of them at once.
+  // Inputs of each operation. The blocks of a reduce_scatter interleave, so one call of `read_blocks` must get all of
+  // them.
   std::vector<Operand::Tensors> blocks;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const size_t operation = operations[i];

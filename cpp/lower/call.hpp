@@ -167,7 +167,7 @@ struct Carrier {
   int size;
   // The device of the caller's tensors.
   c10::Device device;
-  // A vendor's library carries the call. It can also combine some 8-bit floats.
+  // A vendor's library carries the call. Some such libraries can also combine 8-bit floats.
   bool vendor = false;
   // The call is part of a batch of messages on a device, in which this rank may send to itself.
   bool to_itself = false;
@@ -181,7 +181,7 @@ using Plans = c10::SmallVector<Plan, 1>;
 // whose tensors cannot all be combined by one operation.
 Plans lower(const CallDesc& call, const Carrier& carrier);
 
-// The record for the statistics of a call that the core does not carry.
+// Returns the record with which the statistics count a call that the core does not carry.
 ExternalOp external_op(const CallDesc& call, bool host_staged);
 
 }  // namespace sagellm

@@ -114,8 +114,8 @@ void elements(const char* op, const char* what, int64_t found, int64_t expected,
 }
 
 // Checks a list whose calls are carried out together. A tensor of `written` must not share memory with another tensor
-// of `written`, nor with a tensor of `read` at a different index: the result would not be that of making the calls one
-// after the other. The tensors may be on any device.
+// of `written`, nor with a tensor of `read` at a different index. Otherwise the result would differ from that of making
+// the calls one after the other. The tensors may be on any device.
 void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
   if (written.size() < 2) return;
   const size_t count = written.size();
@@ -198,8 +198,8 @@ void check_argument(const CallDesc& call, const Operand& operand, const Carrier&
       only(call.op, name, operand.list());
     }
   }
-  // The tensor of a broadcast or a reduce is written on at least one rank. All ranks check it as a written one, so that
-  // all of them reject it or none does.
+  // The tensor of a broadcast or a reduce is written on at least one rank. All ranks check it as a tensor that is
+  // written, so that either all ranks reject it or none.
   const bool in_place = call.kind == Kind::kBroadcast || call.kind == Kind::kReduce;
   const bool written = operand.role != Role::kRead || in_place;
   operand.for_each([&](const at::Tensor& tensor) {

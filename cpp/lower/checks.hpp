@@ -15,14 +15,14 @@ namespace sagellm::check {
 // other arguments.
 void call(const CallDesc& call, const Carrier& carrier);
 
-// The same for a call whose lists hold several tensors of this rank (gloo_lists.hpp).
+// Checks the arguments of a call whose lists hold several tensors of this rank (gloo_lists.hpp).
 void gloo_list(const CallDesc& call, const Carrier& carrier);
 
 // Checks only the peer and the tag of a message. A delegate that carries the message checks the rest.
 void message(const CallDesc& call, const Carrier& carrier);
 
-// Checks that the tensors of a coalesced call share no memory. The calls in it run together, so with shared memory the
-// result would not be that of running them one after the other.
+// Checks that the tensors of a coalesced call share no memory. Its parts run together, so with shared memory the result
+// would differ from that of running them one after the other.
 void apart(const CallDesc& call);
 
 // Returns the device of a call that has tensors on a device. Throws unless all tensors are on that device and are

@@ -111,8 +111,8 @@ bool overlap(const at::Tensor& left, const at::Tensor& right) {
 
 namespace {
 
-// All pairs of tensors on the same device whose extents overlap, as indices with the lower one first. Sparse tensors
-// overlap nothing.
+// Returns all pairs of tensors on the same device whose extents overlap, each as two indices in ascending order. Sparse
+// tensors overlap nothing.
 std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   struct Reach {
     size_t begin, end, place;
@@ -135,7 +135,7 @@ std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   return pairs;
 }
 
-// True if the runs of each dimension lie between those of the dimension around it, as those of nearly all tensors do.
+// True if each dimension's stride is at least as long as all inner dimensions together, as in nearly all tensors.
 bool is_nested(const Strided& runs) {
   size_t inner = runs.run;
   for (size_t i = runs.counts.size(); i-- > 0;) {
@@ -146,10 +146,10 @@ bool is_nested(const Strided& runs) {
   return true;
 }
 
-// True if two tensors of this nested layout have a byte in common. One begins `offset` bytes after the other. They have
-// one if less than the length of a run is left of the offset after a multiple of each stride has been taken off; the
-// multiple must be less than the stride's count. Because the layout is nested, what is left for the inner dimensions is
-// shorter than the stride, so only two multiples can do.
+// True if two tensors of this nested layout have a byte in common. One begins `offset` bytes after the other. The
+// function subtracts a multiple of each stride from the offset; the multiple must be less than the stride's count. The
+// tensors share a byte if the rest can be made shorter than a run. Because the layout is nested, the rest for the inner
+// dimensions is shorter than the stride, so only two multiples need be tried.
 bool meets_itself(const Strided& runs, size_t dim, ptrdiff_t offset) {
   if (dim == runs.counts.size()) return std::abs(offset) < static_cast<ptrdiff_t>(runs.run);
   if (runs.counts[dim] == 1) return meets_itself(runs, dim + 1, offset);
@@ -292,8 +292,8 @@ void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
 void Plan::update(const at::Tensor& tensor, bool stage) {
   call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
-  // The writable pointer is taken first: this may copy a copy-on-write tensor, and then the operation must read that
-  // copy.
+  // The writable pointer is taken first, because taking it may copy a copy-on-write tensor. The operation must then
+  // read that copy.
   const size_t staged = after.size();
   char* memory = writable(tensor, stage);
   if (after.size() > staged) before.push_back(after.back());

@@ -26,7 +26,7 @@ constexpr uint32_t kAnyRank = UINT32_MAX;
 // `types::CallNote::NO_TYPE` of the core.
 constexpr uint8_t kNoType = UINT8_MAX;
 
-// A temporary and the tensor that it replaces: a strided, conjugated or negated tensor, or one on a device.
+// A temporary and the tensor that it replaces: a strided, conjugated or negated tensor, or a tensor on a device.
 struct Staged {
   at::Tensor temporary;
   at::Tensor tensor;
@@ -57,10 +57,10 @@ struct Label {
   c10d::OpType type;
 };
 
-// The indices of the first two tensors of a list that have a byte in common and are not `allowed` to. If the address
-// ranges of two strided tensors overlap, their bytes may still be apart, as those of two columns of a matrix are. For
-// tensors of one layout the strides tell. Other tensors are compared byte by byte, which is slow and rare. Sparse
-// tensors count as sharing no memory.
+// Returns the indices of the first two tensors of a list that have a byte in common, except pairs for which `allowed`
+// returns true. If the address ranges of two strided tensors overlap, their bytes may still be apart, as those of two
+// columns of a matrix are. If both tensors have the same layout, the strides tell whether the bytes are apart. Other
+// tensors are compared byte by byte, which is slow and rare. Sparse tensors count as sharing no memory.
 using Places = std::pair<size_t, size_t>;
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed = {});
 
@@ -73,8 +73,8 @@ std::vector<size_t> block_sizes(c10::ArrayRef<at::Tensor> blocks, bool always);
 class Plan {
  public:
   // `op` is torch's name of the call, for error texts. `by_vendor`: the tensors are on a device whose vendor's library
-  // carries the call. Then temporaries are on that device too, and no device tensor is read now. Otherwise temporaries
-  // are in host memory, and every tensor on a device gets one.
+  // carries the call. Then temporaries are on that device, too, and making the plan reads no device tensor. Otherwise
+  // temporaries are in host memory, and every tensor on a device gets a temporary.
   Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor = false);
 
   // Makes this a reduction by `reduce_op` of numbers of the type of `tensor`.
@@ -95,7 +95,7 @@ class Plan {
   void read_rows(const at::Tensor& tensor, const at::Tensor& rows);
   void write_rows(const at::Tensor& tensor, const at::Tensor& rows);
 
-  // Makes one piece of pieces that follow each other in memory, such as slices of one buffer.
+  // Joins pieces that follow each other in memory, such as slices of one buffer, into one piece.
   void join_neighbours();
   // Append coalesced lists, whose pieces interleave: the blocks of the first rank from all tensors, then those of the
   // second rank, and so on. Each tensor is cut into as many equal blocks as there are ranks.
@@ -151,10 +151,11 @@ class Plan {
   // Makes a temporary for `tensor`. Unless a vendor's library carries the call, records the memory as read or
   // `written`.
   at::Tensor temporary_for(const at::Tensor& tensor, bool written);
-  // Address of the first element of `tensor`, or of its temporary, as contiguous elements to be read or written.
+  // Return the address of contiguous elements that the core can read or write: those of `tensor` itself or of its
+  // temporary.
   char* readable(const at::Tensor& tensor, bool stage);
   char* writable(const at::Tensor& tensor, bool stage);
-  // Appends the blocks of `tensors` rank by rank. `bases` are the addresses of their first bytes.
+  // Appends the blocks of `tensors` rank by rank. `bases` has the address of each tensor's first byte.
   static void add_blocks(Pieces& pieces, c10::ArrayRef<at::Tensor> tensors, const std::vector<char*>& bases,
                          size_t ranks);
   static void add_rows(Pieces& pieces, const char* base, const at::Tensor& tensor, const at::Tensor& rows);

@@ -19,7 +19,7 @@ void bind_groups(py::module_& module);
 bool has_made_groups();
 
 // Explanations, statistics and predictions that need no group, and the tuples `KINDS` and `DTYPES`. The core answers in
-// JSON, so that its fields need not be named here once more; `_C.pyi` has their types.
+// JSON, so that the fields of an answer need not be named here once more; `_C.pyi` has their types.
 void bind_observation(py::module_& module);
 // Parses an answer of the core. Needs the GIL.
 py::object parsed(const rust::String& json);

@@ -21,7 +21,7 @@ py::str text(const rust::String& string) {
   return {string.data(), string.size()};
 }
 
-// A list of `convert(item)` for each item.
+// Returns a list that has `convert(item)` for each item.
 template <class Item, class Convert>
 py::list list_of(const rust::Vec<Item>& items, const Convert& convert) {
   py::list found;

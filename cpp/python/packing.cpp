@@ -37,9 +37,9 @@ bool overlap(std::vector<Range>& ranges) {
                             [](const Range& a, const Range& b) { return b.begin < a.end; }) != ranges.end();
 }
 
-// One entry for each run of equal tensors: dtype, shape, count. None if a tensor is not plain. If they will be written,
-// None also if one requires a gradient or two share memory. The list keeps the tensors alive, and the GIL keeps the
-// list unchanged.
+// One entry for each run of equal tensors: dtype, shape, count. None if a tensor is not plain. If the tensors will be
+// written, also None if one of them requires a gradient or two of them share memory. The list keeps the tensors alive,
+// and the GIL keeps the list unchanged.
 py::object runs(const py::list& tensors, bool written) {
   py::list found;
   std::vector<Range> ranges;

@@ -21,7 +21,8 @@ std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_pt
 }
 
 // True if the delegate rejected the arguments, which leaves its group as it was. gloo reports trouble with other ranks
-// or the store by another class, or by an exception of its library. MPI and UCC use one class for everything.
+// or the store by a different exception class, or by an exception of its library. MPI and UCC use one class for
+// everything.
 bool is_refusal(const std::exception_ptr& failure, const std::string& delegate) {
   if (delegate != "gloo") return false;
   try {
@@ -112,7 +113,7 @@ void DroppedMessages::serve() {
 void DroppedMessages::end() {
   std::unique_lock<std::mutex> lock(mutex_);
   ended_ = true;
-  // All are aborted, so a wait that begins later also returns at once.
+  // All Works are aborted, so a wait that begins later also returns immediately.
   for (const WorkPtr& work : works_) work->abort();
   served_.wait_for(lock, std::chrono::seconds(2), [this] { return !serving_; });
 }
@@ -187,8 +188,8 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
     return well;
   } catch (const std::exception&) {
     const std::exception_ptr failure = std::current_exception();
-    // If only this wait's timeout has passed, the call still runs and has not failed. Without a future the two look the
-    // same.
+    // If only this wait's timeout has passed, the call still runs and has not failed. Without a future these two cases
+    // look the same.
     if (is_interrupt(failure) || (inner_ && !inner_->completed())) throw;
     std::rethrow_exception(told(note_, failure));
   }

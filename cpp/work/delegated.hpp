@@ -1,5 +1,5 @@
-// Wraps the Work of a delegate. The core counts it, watches it while it is pending, and names the missing ranks when it
-// fails.
+// Wraps the Work of a delegate. The core counts the delegate's call, watches it while it is pending, and names the
+// missing ranks when it fails.
 #pragma once
 
 #include <atomic>
@@ -20,14 +20,15 @@ namespace sagellm {
 // The messages of a delegated group whose Works the program has dropped before their end. When the Work of a receive is
 // destroyed, gloo cancels the receive, and the message that then arrives blocks the connection. So these Works, which
 // hold the tensors, are kept until they end or the group does. gloo reports the end of a Work only to a thread that
-// waits for it, so one thread of `CallbackPool` waits for them, in order. The messages themselves need no thread.
+// waits for it, so one thread of `CallbackPool` waits for the kept Works, one after the other. The messages themselves
+// need no thread.
 class DroppedMessages : public std::enable_shared_from_this<DroppedMessages> {
  public:
   using WorkPtr = JoinedWork::WorkPtr;
 
   void keep(WorkPtr work);
   // Ends the waits and drops the Works. Returns when the waiting thread has dropped the last Work, or after 2 seconds.
-  // From then on `keep` drops its Work at once. Call without the GIL.
+  // From then on `keep` drops its Work immediately. Call without the GIL.
   void end();
   // Calls `end` for all groups, at the exit of the process.
   static void end_all();
@@ -82,7 +83,7 @@ class DelegatedWork final : public JoinedWork {
   // True after a wait has ended, with or without an error. Waiting threads write it, and the thread that destroys the
   // Work reads it; the reference count orders the two.
   std::atomic<bool> waited_{false};
-  // The delegate's future; null if its Work has none, as gloo's works of messages.
+  // The delegate's future; null if its Work has none, as is the case for gloo's messages.
   c10::intrusive_ptr<c10::ivalue::Future> inner_;
   // True after the future has completed without an error. Its callback writes it (release), waiting threads read it
   // (acquire). There is no lock, so that a forked child can read it.

@@ -126,7 +126,7 @@ class Events : public std::enable_shared_from_this<Events> {
   const uint64_t key_ = next_key();
   static uint64_t next_key();
   const ProcessMark process_;
-  // The user's thread sets them, all threads read them. They order no other memory access.
+  // The user's thread sets these flags, all threads read them. The flags order no other memory access.
   std::atomic<bool> timing_{false};
   std::atomic<bool> work_hook_set_{false};
 

@@ -62,8 +62,8 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
   }
   value_ = c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices);
   if (values.empty()) value_->markCompleted(c10::IValue(c10::List<at::Tensor>()));
-  // Each part's callback decrements it, on whichever thread runs the callback. The last callback sees what all others
-  // wrote.
+  // Each part's callback decrements this count, on whichever thread runs the callback. The last callback sees what all
+  // others wrote.
   const auto left = std::make_shared<std::atomic<size_t>>(values.size());
   for (const auto& value : values) {
     value->addCallback([left, values, all = value_](Future&) {

@@ -31,8 +31,8 @@ class JoinedWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  protected:
-  // True in a forked child of the process that made this Work. A thread of the parent may have held its locks at the
-  // fork.
+  // True in a forked child of the process that made this Work. A thread of the parent may have held the Work's locks at
+  // the fork.
   bool inherited() const { return process_.inherited(); }
 
  private:

@@ -1,9 +1,9 @@
 // How long a training step waits for communication. The program opens a step on one of its threads; `StepMeter` adds up
 // two times of that thread:
 // - in a call of ours: a synchronous call, issuing an asynchronous one, a wait for a Work;
-// - outside such calls, the time during which the thread does not run while a future of ours is pending.
-//   DistributedDataParallel and others wait for futures inside torch, where this class sees no call, and a thread that
-//   waits does not run. The time also counts if the thread does not run because another thread occupies the processor.
+// - outside such calls, the time during which the thread does not run while a future of ours is pending. Code such as
+//   DistributedDataParallel waits for futures inside torch, where this class sees no call. A thread that waits does not
+//   run. The time also counts if the thread does not run because another thread occupies the processor.
 // A program without an open step pays one relaxed load and a branch for each call.
 #pragma once
 

@@ -268,7 +268,8 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
     if (!complete_here) future->setError(to_exception(coded(ErrorKind::kInvalid, kInherited)));
   } else {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // A callback that has requested one of the two futures may be waiting, so a later request does not undo its choice.
+    // A callback that has requested one of the two futures may be waiting for it, so a later request does not change
+    // the queue back.
     if (const size_t queue = CallbackPool::queue_of_futures(); queue != 0 || (!future_ && !code_future_))
       queue_ = queue;
     if (slot) return slot;
@@ -286,8 +287,8 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> SageWork::getFuture() {
-  // Thrown here and not by the future. A wait on the future does not call `Events::told`, so this thread would get the
-  // error a second time.
+  // The error is thrown here and not by the future. A wait on the future does not call `Events::told`, so this thread
+  // would get the error a second time.
   if (value_at_issue_ && failed_ && !events_->inherited()) telling([&] { std::rethrow_exception(exception()); });
   return future_in(future_, c10::ListType::ofTensors(), false);
 }

@@ -1,6 +1,6 @@
 // c10d's Work for every call of ours: its completion state, and everything that follows its end.
 //
-// Works differ in how their end is detected, and in what a waiting thread does:
+// Works differ in how their end is detected, and in what a thread does that waits for them:
 // - Operations of the core (`add`): the core detects their end, and the waiting thread drives them.
 // - A job on a thread of ours, which calls `end`: the waiting thread sleeps.
 // - A stream of a device (device/work.hpp): the waiting thread polls it, or makes its own stream wait for it.
@@ -9,7 +9,7 @@
 // refused: abort: torch never calls it and has no Python binding for it; abort the group
 //
 // Ownership: the core holds the `Completion` of an operation until the operation ends. The `Completion` holds the Work
-// and the input tensors, so a caller may drop everything at once. At the end the `Completion` moves both to
+// and the input tensors, so a caller may drop its own references immediately. At the end the `Completion` moves both to
 // `DeferredRelease`, because the thread that ended the operation may be a thread of the core.
 #pragma once
 
@@ -34,7 +34,7 @@
 
 namespace sagellm {
 
-// The exception that `body` throws, or null.
+// Runs `body` and returns the exception that it throws, or null.
 template <class Body>
 std::exception_ptr failure_of(const Body& body) {
   try {
@@ -115,8 +115,8 @@ class SageWork : public c10d::Work {
 
  protected:
   // Ends the Work, once, on any thread, and does everything that follows from the end. Returns false if the Work had
-  // already ended. Of user code only completion hooks run here. `error` has its code letter or is empty; `failure` is
-  // its exception, if there is one.
+  // already ended. The only user code that runs here is completion hooks. `error` has its code letter or is empty;
+  // `failure` is its exception, if there is one.
   bool end(const std::string& error, const std::exception_ptr& failure = nullptr);
 
   // The parts that differ between Works.
@@ -149,7 +149,7 @@ class SageWork : public c10d::Work {
   void check_caller(const WaitLimit& limit) const;
   bool core_ended() const;
   bool has_ended() const;
-  // The error with which it failed or will fail, with its code letter; empty if there is none.
+  // The error with which the Work failed or will fail, with its code letter; empty if there is none.
   std::string error() const;
 
  private:
@@ -162,7 +162,7 @@ class SageWork : public c10d::Work {
   const std::shared_ptr<Events> events_;
   const std::unique_ptr<Trace> trace_;
   const bool timed_;
-  // The work hook was registered at issue and waits for the end.
+  // True if the work hook was registered at issue, and so must learn of the Work's end.
   const bool expected_;
   const uint64_t key_;
 
@@ -205,7 +205,7 @@ c10::intrusive_ptr<c10d::Work> in_background(c10::intrusive_ptr<SageWork> work, 
 void wait_quietly(const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
 
 // The callbacks of one operation: they copy its staged tensors, and end its Work. A copy from or to a device blocks the
-// thread that drives the operation until the device has made it.
+// thread that drives the operation until the copy is done.
 class Pending final : public Completion {
  public:
   // `work` is null for a synchronous call, because its caller waits in the core and needs no notification.

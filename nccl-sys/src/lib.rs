@@ -48,9 +48,9 @@ pub const ID_BYTES: usize = 128;
 pub struct UniqueId(pub [u8; ID_BYTES]);
 const _: () = assert!(size_of::<UniqueId>() == 128 && align_of::<UniqueId>() == 1);
 
-/// The struct ncclConfig_t as of 2.27. `version` must be the version of this layout: a newer library fills in the
-/// fields that follow. `version` must never be the library's own version, or the library would read fields that this
-/// struct does not have.
+/// The struct ncclConfig_t as of 2.27. `version` must be the version of this layout: then a newer library itself fills
+/// in the fields that it has after these. `version` must never be the library's own version, or the library would read
+/// fields that this struct does not have.
 #[repr(C)]
 pub struct Config {
     pub size: usize,
@@ -85,9 +85,9 @@ const _: () = {
 };
 
 impl Config {
-    /// The config of a blocking communicator with this name. The communicator shares no resources with its parent. All
-    /// other fields have the library's defaults. The name must live as long as the communicator, because the library
-    /// keeps the pointer and does not copy the name.
+    /// Returns the config of a blocking communicator with this name. The communicator shares no resources with its
+    /// parent. All other fields have the library's defaults. The name must live as long as the communicator, because
+    /// the library keeps the pointer and does not copy the name.
     pub fn blocking(name: &CStr) -> Config {
         Config {
             size: size_of::<Config>(),

@@ -75,7 +75,7 @@ const VALUES: [(&str, i64); 29] = [
     ("NCCL_API_MAGIC", CONFIG_MAGIC as i64),
 ];
 
-/// The C++ program: a line `what<TAB>value` for everything that the crate declares.
+/// Returns the C++ program, which prints a line `what<TAB>value` for everything that the crate declares.
 fn program() -> String {
     let mut text = String::from(
         r#"#include <nccl.h>

@@ -1,8 +1,8 @@
 //! Binomial tree: in every step each rank that has the data passes it to a rank that does not have it.
 //!
-//! p ranks, L = ceil(log2 p), N bytes (for gather and scatter: all blocks together). Ranks are numbered from the root
-//! as places. The subtree of place v consists of the consecutive places v, v + 1, ...; their number is the value of the
-//! lowest set bit of v, or less if the places end before.
+//! p ranks, L = ceil(log2 p), N bytes (for gather and scatter: all blocks together). A rank's place is its number
+//! counted from the root. The subtree of place v consists of the consecutive places v, v + 1, ...; their number is the
+//! value of the lowest set bit of v, or less if the places end before.
 //!
 //! - broadcast: L steps; the root sends N L bytes, a rank receives N.
 //! - reduce: the same in reverse; a rank sends N, the root receives N L.
@@ -68,7 +68,7 @@ impl Pattern for Binomial {
     }
 }
 
-/// The parts that move between the rank at `place` and its parent, at the distance `1 << level`.
+/// Returns the parts that move between the rank at `place` and its parent, which is `1 << level` places away.
 fn cargo(s: &Schedule, place: usize, level: usize) -> Vec<Range<usize>> {
     match s.kind {
         Kind::Gather | Kind::Scatter => {

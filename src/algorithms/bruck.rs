@@ -4,11 +4,11 @@
 //!
 //! - all_gather: in step k a rank sends 2^k consecutive blocks, starting with its own, to the rank 2^k before it. L
 //!   steps, N (p - 1) / p bytes sent and received.
-//! - all_to_all: a block is forwarded from its source to its destination through other ranks. Each set bit k of their
-//!   distance stands for one transfer over the distance 2^k. L steps, compared with p - 1 messages of direct exchange.
-//!   Bytes sent and received: N / p times the number of set bits in the numbers 1 to p - 1, about N L / 2. This pays if
-//!   blocks are small and there are many ranks. Blocks must be of equal size, because a rank forwards blocks whose
-//!   sizes it does not know.
+//! - all_to_all: a block is forwarded from its source to its destination through other ranks. Each set bit k of the
+//!   distance from source to destination stands for one transfer over the distance 2^k. L steps, compared with p - 1
+//!   messages of direct exchange. Bytes sent and received: N / p times the number of set bits in the numbers 1 to
+//!   p - 1, about N L / 2. This pays if blocks are small and there are many ranks. Blocks must be of equal size,
+//!   because a rank forwards blocks whose sizes it does not know.
 //!
 //! Nothing is summed.
 //! Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems"
@@ -58,7 +58,7 @@ impl Pattern for Bruck {
         Volume { sent: each, received: each }
     }
 
-    /// All ranks are equal.
+    /// All ranks move the same number of parts.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         vec![0, s.ranks / 2, s.ranks - 1]
     }

@@ -15,10 +15,10 @@
 //!   the others receive N.
 //! - reduce: direct reduce_scatter, then direct gather; a rank sends N, the root receives 2 N (p - 1) / p.
 //!
-//! Order of summation: x0 op x1 op x2 ..., from left to right in rank order, for every element, so low precision can be
-//! rounded once. This is the order of shared memory on one host. Source: the pairwise exchange of MPICH's
-//! reduce_scatter and the scattered all_to_all, with all messages posted at once; the two-shot all_reduce of NCCL's and
-//! vLLM's one-host kernels.
+//! Order of summation: x0 op x1 op x2 ..., from left to right in rank order, for every element, so a sum in low
+//! precision needs only one rounding, at the end. The engine for shared memory uses the same order. Source: the
+//! pairwise exchange of MPICH's reduce_scatter and the scattered all_to_all, with all messages posted together; the
+//! two-shot all_reduce of NCCL's and vLLM's one-host kernels.
 
 use super::{How, Pattern, Schedule, Step, Volume, one, others};
 use crate::types::Kind;

@@ -1,6 +1,6 @@
 //! Dissemination barrier: in step k every rank sends to the rank 2^k ahead, after it has received the messages of step
-//! k - 1. So a message means that its sender has entered the barrier, and so has every rank whose messages have reached
-//! the sender, directly or through other ranks.
+//! k - 1. So a message shows that its sender has entered the barrier. It shows the same for every rank whose messages
+//! have reached the sender, directly or through other ranks.
 //!
 //! p ranks: ceil(log2 p) steps, one empty message sent and received per step. There is no central rank. Nothing is
 //! summed.

@@ -1,4 +1,4 @@
-//! Recursive doubling: in step j each rank exchanges everything that it has with the rank at distance 2^j.
+//! Recursive doubling: in step j each rank and the rank at distance 2^j send each other all the data that they have.
 //!
 //! p ranks, L = floor(log2 p), N bytes (for all_gather: all blocks together). If p is not a power of two, p - 2^L odd
 //! ranks first send their data to the rank before them, and receive the result in a last step (`power.rs`). Values for
@@ -10,8 +10,8 @@
 //! - barrier: all_reduce without data.
 //!
 //! Order of summation: the balanced tree over consecutive ranks, lower ranks on the left. If a pair acts as one rank,
-//! it is combined first. The order is the same for all elements, whatever their position in the vector. Source: MPICH's
-//! recursive doubling (Thakur, Rabenseifner, Gropp 2005).
+//! the values of its two ranks are combined first. The order is the same for all elements, whatever their position in
+//! the vector. Source: MPICH's recursive doubling (Thakur, Rabenseifner, Gropp 2005).
 
 use std::ops::Range;
 

@@ -60,8 +60,8 @@ impl Pattern for Halving {
     fn volume(&self, s: &Schedule) -> Volume {
         let power = Power::of(s.ranks);
         let folded = power.extra > 0;
-        // The parts that rank 0 still reduces after each halving. No rank has more, because the pairs are the first
-        // ranks.
+        // The parts that rank 0 still reduces after each halving. No rank has more, because the ranks that act for
+        // pairs are the first ones.
         let kept: usize = (1..=power.bits).map(|bit| (power.size >> bit) + power.extra.div_ceil(1 << bit)).sum();
         let (sent, received) = match s.kind {
             Kind::AllReduce => {

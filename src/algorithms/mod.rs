@@ -6,10 +6,10 @@
 //!
 //! - The vector of the collective is cut into [`Schedule::parts`] parts, numbered in memory order. For all_reduce,
 //!   broadcast and reduce their sizes are about equal, and they may be empty. A broadcast is cut by [`part_range`]; a
-//!   vector whose elements are combined is cut between them, at cache lines (`engine/multihost/vector.rs`). For
+//!   vector whose elements are combined is cut between elements, at cache lines (`engine/multihost/vector.rs`). For
 //!   all_gather, reduce_scatter, gather and scatter, part `q` is the block of rank `q`, of any size. For all_to_all,
-//!   part `src * ranks + dst` is the data that `src` sends to `dst`. A barrier has no parts: its messages are empty, but
-//!   must still be sent.
+//!   part `src * ranks + dst` is the data that `src` sends to `dst`. A barrier has no parts: its messages are empty,
+//!   but must still be sent.
 //! - At the start a rank has every part of its own input (all_reduce, reduce, reduce_scatter; on the root also
 //!   broadcast and scatter), its own part (all_gather, gather), or its parts for other ranks (all_to_all). All other
 //!   parts are scratch: a schedule may pass other ranks' parts through a rank, and may leave partial sums in parts that
@@ -89,7 +89,7 @@ impl Algorithm {
         Algorithm::ALL.into_iter().find(|algorithm| algorithm.code() == code)
     }
 
-    /// Whether this algorithm has schedules for `kind`. They then exist for every rank count.
+    /// Whether this algorithm has schedules for `kind`. If so, it has one for every rank count.
     pub fn serves(self, kind: Kind) -> bool {
         self.pattern().serves(kind)
     }
@@ -174,13 +174,13 @@ trait Pattern: Sync {
     fn one_order(&self) -> bool {
         false
     }
-    /// Into how many parts the vector is cut, for all_reduce, broadcast and reduce; for these the algorithm decides.
+    /// Returns into how many parts the algorithm cuts the vector of an all_reduce, broadcast or reduce.
     fn cuts(&self, s: &Schedule) -> usize;
     fn steps(&self, s: &Schedule) -> usize;
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
     /// The numbers of parts sent and received, computed with the formulas in the head of the algorithm's file.
     fn volume(&self, s: &Schedule) -> Volume;
-    /// Number of steps, beginning with `k`, in which every rank has the same peers and the same counts of parts.
+    /// Returns for how many steps, beginning with `k`, no rank changes its peers or its counts of parts.
     fn alike(&self, _s: &Schedule, _k: usize) -> usize {
         1
     }
@@ -191,8 +191,8 @@ trait Pattern: Sync {
 }
 
 impl Schedule {
-    /// None if the algorithm does not serve the kind, or if `root` is not a rank. `segments` is at least 1, and only
-    /// matters if the algorithm pipelines the kind.
+    /// None if the algorithm does not serve the kind, or if `root` is not a rank. `segments` only matters if the
+    /// algorithm pipelines the kind; 0 counts as 1.
     pub fn new(algorithm: Algorithm, kind: Kind, ranks: usize, root: usize, segments: usize) -> Option<Schedule> {
         if !algorithm.serves(kind) || root >= ranks {
             return None;
@@ -228,14 +228,14 @@ impl Schedule {
         if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
     }
 
-    /// Number of steps (at least 1), beginning with `k`, in which every rank has the same peers and the same counts of
-    /// parts. So the cost model does not have to examine each of 200,000 steps.
+    /// Returns for how many steps (at least 1), beginning with `k`, no rank changes its peers or its counts of parts.
+    /// So the cost model does not have to examine each of 200,000 steps.
     pub fn alike(&self, k: usize) -> usize {
         self.algorithm.pattern().alike(self, k)
     }
 
-    /// The ranks to examine in step `k`: no rank does much more in this step than one of these or a rank on the same
-    /// host.
+    /// Returns the ranks to examine in step `k`. No rank does much more in this step than one of these ranks, or than a
+    /// rank on the host of one of these.
     pub fn busiest(&self, k: usize) -> Vec<usize> {
         self.algorithm.pattern().busiest(self, k)
     }
@@ -265,8 +265,8 @@ impl Step {
     }
 }
 
-/// The elements or bytes of part `part` if `count` of them are cut into `parts` parts. The first `count % parts` parts
-/// have one more than the rest.
+/// Returns the range of part `part` if `count` elements or bytes are cut into `parts` parts. The first `count % parts`
+/// parts have one more than the rest.
 pub fn part_range(count: usize, parts: usize, part: usize) -> Range<usize> {
     let start = |q: usize| q * (count / parts) + q.min(count % parts);
     start(part)..start(part + 1)

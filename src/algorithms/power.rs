@@ -62,7 +62,7 @@ impl Power {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }
 
-    /// The rank that acts under `index`. It is the first of the ranks for which it acts.
+    /// Returns the rank that acts under `index`: the first of the ranks for which it acts.
     pub fn rank(self, index: usize) -> usize {
         if index < self.extra { 2 * index } else { index + self.extra }
     }

@@ -1,6 +1,6 @@
 //! Ring: every rank sends to the next rank and receives from the previous one.
 //!
-//! p ranks, N bytes: the vector of all_reduce, all blocks together of all_gather and reduce_scatter.
+//! p ranks, N bytes (for all_gather and reduce_scatter: all blocks together).
 //!
 //! - reduce_scatter: block q starts at rank q + 1 and is passed once around; every rank adds its own numbers. p - 1
 //!   steps.
@@ -8,10 +8,10 @@
 //! - all_reduce: reduce_scatter, then all_gather. 2 (p - 1) steps.
 //! - broadcast, reduce: a chain through all ranks, in S consecutive segments. S + p - 2 steps.
 //!
-//! Bytes per rank, sent and received: N (p - 1) / p, and twice that for all_reduce, which is the minimum; N for the
-//! chain. Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the ring, so it depends on an
-//! element's position in the vector. In the chain of reduce it is x[root] op (x[root+1] op (... op x[root-1])), the
-//! same for all elements. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+//! Each rank sends and receives N (p - 1) / p bytes, and twice that for all_reduce; both are the minimum. For the chain
+//! this is N. Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the ring, so the order depends
+//! on an element's position in the vector. In the chain of reduce it is x[root] op (x[root+1] op (... op x[root-1])),
+//! the same for all elements. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 //! workstations" (2009); NCCL's ring.
 
 use super::{How, Pattern, Schedule, Step, Volume, one};

@@ -11,8 +11,8 @@
 //! Bytes per rank, sent and received: N (p - 1) / p, and twice that for all_reduce, like the ring. If p is prime, there
 //! is one row, which is the ring. Order of summation for the part of row i, column j: first within each row, around the
 //! ring from column j + 1 to j; then these sums down the column, around the ring from row i + 1 to i; always from left
-//! to right. It depends on an element's position in the vector. Source: Mikami et al., "Massively distributed SGD:
-//! ImageNet/ResNet-50 training in a flash" (2018); the bucket algorithms on meshes of Barnett et al. (1993).
+//! to right. This order depends on an element's position in the vector. Source: Mikami et al., "Massively distributed
+//! SGD: ImageNet/ResNet-50 training in a flash" (2018); the bucket algorithms on meshes of Barnett et al. (1993).
 
 use std::ops::Range;
 

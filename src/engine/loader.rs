@@ -27,7 +27,7 @@ pub struct Known {
     pub title: &'static str,
     /// File names, the preferred first.
     pub names: &'static [&'static str],
-    /// Path of the folder in which the library's Python package installs it, relative to a folder of the hints.
+    /// Path of the folder into which the library's Python package installs its file, relative to a folder of the hints.
     pub package: &'static str,
     /// A second library that may contain some of the symbols. It has its own key.
     pub companion: Option<&'static Known>,
@@ -89,7 +89,7 @@ impl Library {
         Ok(Library { title: known.title, path, handles })
     }
 
-    /// Address of a function or of data, in the library or its companion.
+    /// Returns the address of a function or of data, in the library or its companion.
     pub fn address(&self, name: &str) -> Option<*mut c_void> {
         let name = CString::new(name).ok()?;
         // SAFETY: dlopen handles that are never closed; `name` ends in a zero byte.
@@ -118,7 +118,7 @@ impl Library {
         names.iter().copied().filter(|name| !self.has(name)).collect()
     }
 
-    /// The error for a library that is too old to have a function that the caller needs.
+    /// Returns the error for a library that is too old to have the function `name`.
     pub fn lacks(&self, name: &str) -> Error {
         Error::system(format!(
             "sagellm: {} ({}) has no {name}; a newer version of the library has it",

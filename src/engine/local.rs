@@ -1,5 +1,5 @@
-//! Runs ranks as threads of one process: areas on anonymous memory for the engines, and links that copy. Only for
-//! tests, which then need neither several processes nor a network. This file runs no schedule, and its links have no
+//! Lets tests run ranks as threads of one process, without several processes or a network. Makes areas on anonymous
+//! memory for `shm`, and links that copy messages for `multihost`. This file runs no schedule, and its links have no
 //! realistic timing, so `simulate --check` has its own executor (`torch_ext/torch_sagellm/cli/measure.py`).
 
 #![allow(unsafe_code)] // copies bodies between the memory of two ranks
@@ -103,8 +103,8 @@ impl Boxes {
         self.cut.contains(&a) || self.cut.contains(&b)
     }
 
-    /// Whether the message of this address will not come any more. As over a network, the receiver first gets all mail,
-    /// because the mail may say why the sender has cut its link.
+    /// Whether the message with this address can no longer arrive. As over a network, a receive fails only after its
+    /// rank has got all mail, because the mail may say why the sender has cut its link.
     fn is_lost(&self, (from, to, _): Address) -> bool {
         let has_read = !self.mailboxes.contains_key(&to) || self.mail.get(&to).is_none_or(VecDeque::is_empty);
         self.cut.contains(&to) || (self.cut.contains(&from) && has_read && !self.served.contains(&to))
@@ -124,7 +124,7 @@ impl Post {
 }
 
 impl Post {
-    /// Delivers one entry to a rank. False if there is none, or if another thread is delivering to that rank.
+    /// Delivers one entry to a rank. Returns false if there is none, or if another thread is delivering to that rank.
     fn deliver(&self, rank: usize) -> bool {
         let mut boxes = self.lock();
         if !boxes.has_mail(rank) {
@@ -234,9 +234,10 @@ enum LocalTransfer {
     Awaited { post: Arc<Post>, address: Address, buffer: Vec<u8>, bytes: usize },
 }
 
-/// A receive into memory that consists of pieces; `wait` copies the message into it. A real link may write the memory
-/// as soon as the receive is posted, so meanwhile it holds other bytes: who reads it gets those, and who writes it is
-/// found out. If the receive is given up, the memory is as before.
+/// A receive into memory that consists of pieces; `wait` copies the message into this memory. A real link may write the
+/// memory as soon as the receive is posted. So until `wait` the memory is filled with `POSTED`: code that reads it too
+/// early gets these bytes, and `wait` panics if code has written it. If the receive is given up, the old contents are
+/// restored.
 struct LocalInto {
     received: Option<Box<dyn Transfer>>,
     pieces: Vec<Span>,
@@ -244,7 +245,7 @@ struct LocalInto {
     before: Vec<u8>,
 }
 
-/// What the memory of a posted receive holds.
+/// The value of every byte in the memory of a posted receive.
 const POSTED: u8 = 0xa5;
 
 impl LocalInto {

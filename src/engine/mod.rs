@@ -1,8 +1,8 @@
 //! The engines that run the operations of a group: `shm` for ranks that are processes of one host, `multihost` for
 //! ranks on several hosts, `solo` for a group of one rank, `delegate` if another backend serves the group. A group uses
-//! its engine only as an [`Engine`] and its [`Control`]. `group/builder.rs` makes it, in tests also `group/local.rs`.
-//! `device` has the libraries of accelerators; `loader` opens libraries at run time. `local` has areas and links for
-//! ranks that are threads (feature `testing`).
+//! its engine only as an [`Engine`] and its [`Control`]. `group/builder.rs` makes the engine; in tests `group/local.rs`
+//! does so too. `device` has the libraries of accelerators; `loader` opens libraries at run time. `local` has areas and
+//! links for ranks that are threads (feature `testing`).
 
 pub mod delegate;
 pub mod device;
@@ -31,8 +31,8 @@ use crate::types::Kind;
 /// Operations that ended, with their outcomes.
 pub type Ended = Vec<(Arc<Op>, Result<()>)>;
 
-/// One rank's part of an engine. All functions are called with the group's lock held, so state that only they use needs
-/// no lock. No call waits for a peer or for another thread of the group.
+/// One rank's part of an engine. All functions are called with the group's lock held, so state that is used only in
+/// them needs no other lock. No call waits for a peer or for another thread of the group.
 pub trait Engine: Send {
     /// The part that may be used without the group's lock.
     fn control(&self) -> Arc<dyn Control>;
@@ -40,8 +40,8 @@ pub trait Engine: Send {
     /// Name and set-up of the engine, for `Group::describe`.
     fn describe(&self) -> String;
 
-    /// Why another backend serves the whole group; then the engine only numbers operations. None if this engine serves
-    /// the group.
+    /// Returns why another backend serves the whole group; such an engine only numbers operations. None if this engine
+    /// serves the group.
     fn delegate_reason(&self) -> Option<&str> {
         None
     }
@@ -49,11 +49,11 @@ pub trait Engine: Send {
     /// Accepts an operation that was validated and numbered, and advances what can advance. If this returns an error,
     /// the whole group fails, and the group ends the operation unless the engine `holds` it.
     ///
-    /// For each operation an engine records its size and path (`Op::record_load`, `Op::record_choice`), which
+    /// For each operation an engine records the size and the path (`Op::record_load`, `Op::record_choice`), which
     /// statistics and explanations use. It calls `Op::prepare` before it first reads the inputs, and `Op::store_back`
-    /// after it wrote the last output; these two copy strided tensors. It calls `Op::release` when it no longer needs
-    /// the memory although the operation continues. When the operation ends, the engine adds it to `ended`. `solo` is
-    /// the shortest example.
+    /// after it wrote the last output; these two copy strided tensors. If it no longer needs the memory before the
+    /// operation ends, it calls `Op::release`. When the operation ends, the engine adds it to `ended`. `solo` is the
+    /// shortest example.
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()>;
 
     /// Whether the engine has this operation and will end it or return it from `take_pending`.
@@ -72,8 +72,8 @@ pub trait Engine: Send {
         false
     }
 
-    /// A pending operation that cannot end before `rank` makes further progress. `gone` selects the ranks that will
-    /// make no further progress.
+    /// Returns a pending operation that cannot end before `rank` makes further progress. `gone` selects the ranks that
+    /// will make no further progress.
     fn needs(&self, _rank: usize, _gone: &dyn Fn(usize) -> bool) -> Option<Arc<Op>> {
         None
     }
@@ -94,7 +94,7 @@ pub trait Engine: Send {
     }
 
     /// Called when the group ends with `error`. Removes and returns the pending operations; the engine no longer uses
-    /// their memory. If a thread of the engine works on operations, these are not returned: that thread ends them
+    /// their memory. Operations on which a thread of the engine works are not returned: that thread ends them
     /// (`Report::ended`).
     fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         Vec::new()
@@ -122,7 +122,7 @@ pub enum PeerProgress {
     NotEntered(Option<LastCall>),
     /// The rank has entered the operation and has not finished its part.
     Entered,
-    /// The rank waits in another operation, which has the same number as this operation or a higher one.
+    /// The rank waits in another operation, whose number is that of this operation or higher.
     CalledOther,
     /// Nothing is known of the rank.
     Unknown,
@@ -176,7 +176,7 @@ pub trait Control: Send + Sync {
     fn announce(&self, _fault: &Error) {}
 
     /// Leaves the group in order: published data stays readable for the peers, threads of the engine end, and
-    /// operations that they cannot finish end with `error`. May wait for delivery until `interrupted` returns true.
+    /// operations that they cannot finish end with `error`. Stops waiting for delivery when `interrupted` returns true.
     fn leave(&self, _error: &Error, _interrupted: &dyn Fn() -> bool) {}
 
     /// Whether `rank` has left in order.
@@ -205,13 +205,13 @@ pub trait Control: Send + Sync {
         None
     }
 
-    /// Whether a lower rank was last seen waiting on the core on which this thread runs.
+    /// Whether this thread runs on the core on which a lower rank last waited.
     fn shares_core(&self) -> bool {
         false
     }
 
-    /// Advances work that threads of the program must drive even if the engine has its own threads, and ends
-    /// operations. Must be called without the group's lock. Sleeps for at most `sleep` if nothing can advance.
+    /// Advances the work that threads of the program must drive even if the engine has its own threads. Operations can
+    /// end in this call. Must be called without the group's lock. Sleeps for at most `sleep` if nothing can advance.
     fn poll(&self, _sleep: Duration) -> Polled {
         Polled::Elsewhere
     }
@@ -235,9 +235,9 @@ pub trait Control: Send + Sync {
     /// and published too.
     fn set_launched(&self, _number: u64, _signed: Signed, _sizes: Option<&BlockSizes<'_>>) {}
 
-    /// How many bytes `_rank` sends to `_peer`, and how many it expects from `_peer`, in the all_to_all with this
-    /// number. None if this cannot be seen: only the sizes of each rank's last all_to_all are kept, and only in groups
-    /// up to a certain size.
+    /// Returns how many bytes `_rank` sends to `_peer`, and how many it expects from `_peer`, in the all_to_all with
+    /// this number. None if this cannot be seen: only the sizes of each rank's last all_to_all are kept, and only in
+    /// groups up to a certain size.
     fn block_sizes(&self, _rank: usize, _number: u64, _peer: usize) -> Option<[u64; 2]> {
         None
     }
@@ -294,8 +294,8 @@ impl Signed {
 pub struct BlockSizes<'a> {
     pub rank: usize,
     pub ranks: usize,
-    /// Both fields: the size of the block to or from each rank (empty if all blocks are equal), and the sum of the
-    /// sizes.
+    /// `sent` and `received` each hold the size of the block to or from each rank (empty if all blocks are equal), and
+    /// the sum of these sizes.
     pub sent: (&'a [usize], u64),
     pub received: (&'a [usize], u64),
 }
@@ -310,8 +310,9 @@ impl BlockSizes<'_> {
     }
 
     /// This rank's share of a sum over all ranks. The sum is 0 if every rank sends to every other rank what that rank
-    /// expects. Each size is hashed with its sender and receiver; the sender adds the hash and the receiver subtracts
-    /// it. So one word per rank is enough for any number of ranks, and no rank needs the list of another.
+    /// expects. Each size is hashed with its sender and receiver. The sender adds the hash to its share, and the
+    /// receiver subtracts the hash from its own. So one word per rank is enough for any number of ranks, and no rank
+    /// needs another rank's list.
     fn share(&self) -> u32 {
         let word = |from: usize, to: usize, bytes: u64| {
             let mixed = ((from as u64) << 32 | to as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ bytes;
@@ -325,7 +326,7 @@ impl BlockSizes<'_> {
     }
 }
 
-/// The word that peers change to wake this rank, and its event count.
+/// The word that peers change to wake this rank, and the words of the event count.
 pub struct WakeAddress<'a> {
     pub words: &'a dyn WakeWords,
     /// This rank.
@@ -342,7 +343,7 @@ pub trait Monitor {
     fn decide(&self, turn: u64, failed: bool);
     /// The outcome that rank 0 published: whether the barrier failed. None before that.
     fn decision(&self, turn: u64) -> Option<bool>;
-    /// Why waiting is useless, if only the engine knows that a rank is gone.
+    /// Returns why waiting is useless, for the case that only the engine knows that a rank is gone.
     fn hopeless(&self, _turn: u64) -> Option<Error> {
         None
     }

@@ -3,8 +3,8 @@
 //!
 //! A message that must wait is *held*. It waits for each earlier operation on its memory until the engine no longer
 //! uses that operation's memory. It also waits for each earlier held message that it must not overtake, until that
-//! message starts. It has a count of these operations, and each of them has a list of its followers. So the time to
-//! post or start a message does not depend on how many messages wait.
+//! message starts. Each held message has a count of the operations for which it waits, and each of these has a list of
+//! its followers. So the time to post or start a message does not depend on how many messages wait.
 
 #![allow(unsafe_code)] // copies the memory of a send
 
@@ -57,7 +57,7 @@ impl Order {
         self.in_use.is_empty() && self.held.is_empty()
     }
 
-    /// The operations that were added, are not released yet, and use memory of `op`.
+    /// Returns the operations that were added, are not released yet, and use memory of `op`.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.in_use.before(op)
     }
@@ -110,10 +110,10 @@ impl Order {
         true
     }
 
-    /// The held messages that `op` must not overtake. A message is left out if another message in the result already
-    /// follows it. Within one tag, sends to the same rank keep their order, and so do receives that may match the same
-    /// message. Other messages may overtake, because the peer may need them before it completes what the earlier
-    /// message waits for.
+    /// Returns the held messages that `op` must not overtake. A message is left out if another message in the result
+    /// already follows it. Within one tag, sends to the same rank keep their order, and so do receives that may match
+    /// the same message. Any other message may overtake an earlier one, because the peer may need the later message
+    /// before it completes the operation for which the earlier message waits.
     fn ahead_of(&self, op: &Op) -> Vec<usize> {
         if self.lines.is_empty() {
             return Vec::new();

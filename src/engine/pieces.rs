@@ -1,5 +1,5 @@
-//! Reads and writes a list of memory pieces like one contiguous range of bytes; the engines' copies between caller
-//! memory and staging buffers use it. Long ranges are split among the threads that were lent to the calling thread
+//! Reads and writes a list of memory pieces like one contiguous range of bytes, for the engines' copies between caller
+//! memory and staging buffers. Long ranges are split among the threads that were lent to the calling thread
 //! (`threads`).
 
 #![allow(unsafe_code)] // reads and writes caller memory, which comes as addresses
@@ -16,7 +16,7 @@ impl Pieces<'_> {
         self.0.iter().map(|span| span.bytes).sum()
     }
 
-    /// The address of `bytes` at `offset`, if a single piece contains them.
+    /// Returns the address of the `bytes` bytes at `offset`, if a single piece contains all of them.
     pub fn contiguous(&self, offset: usize, bytes: usize) -> Option<*mut u8> {
         let mut start = 0;
         for span in self.0 {

@@ -1,17 +1,18 @@
-//! Finds ranks whose results differ although they must be equal by contract. Then a processor, memory or a kernel has
-//! silently corrupted data. The option `verify` turns this on.
+//! Finds ranks whose results differ although they must be equal by contract. Such a difference means that a processor,
+//! memory or a kernel has silently corrupted data. The option `verify` turns this on.
 //!
 //! Each rank hashes its result of an all_reduce, broadcast or all_gather before the program learns that the operation
-//! has ended, because the program may then change the result. Ranks compare the hashes of an operation while later
-//! operations run, so this needs no message and no wait. If hashes differ, all ranks' hashes vote: if there are at
-//! least three ranks, a majority shows whose result is wrong. Results of other kinds differ between ranks by contract
-//! and are not compared.
+//! has ended, because the program may then change the result. Ranks exchange and compare the hashes of an operation
+//! while later operations run, so this needs no message of its own and no wait. If hashes differ, each rank's hash is a
+//! vote: with at least three ranks, a majority shows whose result is wrong. Results of other kinds differ between ranks
+//! by contract and are not compared.
 //!
 //! **Part.** `Part::All` hashes whole results. `Part::Sample` hashes one of `SHARE` parts of each result. The
 //! operation's number selects the part, so that all ranks hash the same bytes. A part consists of runs that are spread
 //! over the whole result. Among `SHARE` operations with consecutive numbers, starting at a multiple of `SHARE`, each
-//! part has one turn. The order of the turns changes, because otherwise, if a training step had `SHARE` operations,
-//! each tensor would have the same part hashed in every step. Results of up to `WHOLE` bytes are hashed whole.
+//! part has one turn. The order of the turns changes from one such sequence to the next. With a fixed order, a training
+//! step of `SHARE` operations would hash the same part of each tensor in every step. Results of up to `WHOLE` bytes are
+//! hashed whole.
 //!
 //! This file has no state and knows no engine. Each engine decides how ranks exchange hashes (`shm/results.rs`,
 //! `multihost/results.rs`).
@@ -183,8 +184,8 @@ fn sides(votes: &[Option<u64>]) -> Vec<(u64, Vec<usize>)> {
     sides
 }
 
-/// The error, if the ranks' hashes of the result of the operation `what` differ. `votes` has each rank's hash, and
-/// `process` describes the process of a rank. None if all known hashes are equal.
+/// Returns an error if the ranks' hashes of the result of the operation `what` differ. `votes` has each rank's hash,
+/// and `process` describes the process of a rank. None if all known hashes are equal.
 pub fn verdict(what: &str, part: Part, votes: &[Option<u64>], process: impl Fn(usize) -> String) -> Option<Error> {
     let sides = sides(votes);
     let [first, others @ ..] = &sides[..] else { return None };

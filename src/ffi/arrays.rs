@@ -18,11 +18,12 @@ pub mod ffi {
     extern "Rust" {
         /// Fills `encoded` with blocks. A block is a scale and `block` numbers. Numbers after the last value are 0.
         fn int8_encode(values: &[f32], block: usize, encoded: &mut [u8]) -> Result<()>;
-        /// Adds encoded arrays of the size of `summed`, stored one after another, after dividing their scales by
-        /// `divisor`.
+        /// Divides the scales of the encoded arrays by `divisor`, then adds the arrays. Each has the size of `summed`;
+        /// `addends` has one after another.
         fn int8_sum(addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) -> Result<()>;
         fn int8_decode(encoded: &[u8], block: usize, values: &mut [f32]) -> Result<()>;
-        /// Indices of the `places.len()` elements with the largest magnitudes, in ascending order.
+        /// Writes to `places`, in ascending order, the indices of the `places.len()` elements with the largest
+        /// magnitudes.
         fn largest(values: &[f32], places: &mut [i32]) -> Result<()>;
         /// Sorts assignments by expert, and counts the assignments of each expert.
         fn sort_assignments(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()>;

@@ -413,7 +413,7 @@ pub mod ffi {
         fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
         /// How an operation of this kind, size and element type would be run. Kind and element type are names.
         fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<String>;
-        /// Nanoseconds that the operation would take from issue to end. It is not started.
+        /// Returns the nanoseconds that the operation would take from issue to end. Does not start the operation.
         fn estimate(self: &RustGroup, request: &Request) -> Result<u64>;
         /// All counters and times.
         fn stats(self: &RustGroup) -> Result<String>;
@@ -428,8 +428,8 @@ pub mod ffi {
         /// Records an operation of the group's delegate from now until its end. If the result is dropped before the
         /// end, the operation counts as failed.
         fn delegate_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
-        /// Like `delegate_op`, for an operation that the shim composes of several others. The caller must next issue
-        /// the first of those operations, because the record gets its number.
+        /// Like `delegate_op`, for an operation that the shim composes of several other operations. The caller must
+        /// next issue the first of those, because the record gets the number of that operation.
         fn composed_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
         /// Called when a thread of the program begins to wait for the operation, and when it stops waiting.
         fn wait_begins(self: &RustExternalOp);
@@ -440,12 +440,12 @@ pub mod ffi {
         /// The operation was issued, and its end cannot be observed; it may have ended long ago.
         fn ended_unseen(self: &RustExternalOp);
         /// The operation failed with the text `words`. If the group knows more about the failure, returns the error to
-        /// report instead, with its code letter; otherwise empty. Repeated calls return the same text.
+        /// report instead of `words`, with its code letter; otherwise empty. Repeated calls return the same text.
         fn failed(self: &RustExternalOp, words: &str) -> String;
         /// The carrier of the operation refused it and sent nothing.
         fn refused(self: &RustExternalOp);
 
-        /// Waits until the operation ends, or until the timeout; if this is negative, until the operation's own
+        /// Waits until the operation ends, or until the timeout; if the timeout is negative, until the operation's own
         /// deadline. Ok means that the operation succeeded.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         fn facts(self: &RustOp) -> OpFacts;
@@ -505,7 +505,7 @@ pub mod ffi {
         /// Aborts the communicators, which unblocks hanging operations. No operation can be issued afterwards.
         fn abort(self: &RustDevices);
 
-        /// Puts the calls on a raw stream as one launch. If host memory was passed to the library, it is kept until
+        /// Puts the calls on a raw stream as one launch. Host memory that was passed to the library is kept until
         /// `self` is dropped. Captured calls count as ended, because no event reports their end.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
         /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their
@@ -593,8 +593,8 @@ pub mod ffi {
         fn log_line(level: u8, text: &str);
         /// Number of threads that `run_parallel` would use if the calling thread called it now.
         fn intraop_threads() -> usize;
-        /// Calls `part.run` with each number below `parts` on torch's intra-op threads, and returns after all calls
-        /// have.
+        /// Calls `part.run` with each number below `parts` on torch's intra-op threads, and returns after all of these
+        /// calls have returned.
         fn run_parallel(parts: usize, part: &ParallelPart);
     }
 }

@@ -54,7 +54,7 @@ impl RustGroup {
     }
 }
 
-/// The memory of a call. The request that `request` makes refers to it in `buffers`.
+/// The memory of a call. The request that `request` makes refers to this memory in `buffers`.
 struct Parts {
     inputs: Spans,
     outputs: Spans,

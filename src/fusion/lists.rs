@@ -8,9 +8,9 @@
 
 use crate::types::Kind;
 
-/// If a tensor of a list has at most this many bytes, it is packed with others. Packing costs four passes over the
-/// tensor's memory; one more call in a launch costs host time. The size at which both cost the same was not measured,
-/// because no device was available; `make bench-gpu` has the rows.
+/// If a tensor of a list has at most this many bytes, it is packed with other small ones. Packing costs four passes
+/// over the tensor's memory; one more call in a launch costs host time. The size at which both cost the same was not
+/// measured, because no device was available; `make bench-gpu` has the rows.
 pub const PACK_BYTES: usize = 1 << 20;
 
 /// Returns for each tensor the number of its operation. `list` has each tensor's type and size. The first tensor is in

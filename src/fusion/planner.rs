@@ -1,6 +1,6 @@
 //! Decides which operations are sent as one batch between hosts. Pure.
 //!
-//! On one host there is nothing to decide: every operation is published at once, and a reader handles all that are
+//! On one host there is nothing to decide: every operation is published immediately, and a reader handles all that are
 //! published (`engine/shm`). Between hosts a message costs a latency, so small operations that must wait anyway are
 //! sent in one batch. All ranks must make the same batches, and no rank may wait for an operation that another rank has
 //! not issued (rules 13 and 15):
@@ -9,12 +9,13 @@
 //!   operations that do not wait for each other's memory; the batch carries the minimum. A rank that has finished batch
 //!   j knows that all ranks have issued the operations up to that number.
 //! - Batch j + 2 ends at the number that was agreed in batch j, or earlier because of the limits of bytes and count or
-//!   because keys differ. If that leaves no operation, the batch is the next single operation, which is sent at issue
-//!   as if there were no fusion. There is no timer and no waiting.
+//!   because keys differ. If no operation is left, the batch is the next single operation, which is sent at issue as if
+//!   there were no fusion. There is no timer and no waiting.
 //! - Two batches are in flight at a time, one on each lane. A lane is strictly sequential.
 //!
 //! A large all_reduce, reduce or broadcast is cut into segments (`select/inter.rs`), each of which counts as a batch.
-//! So the two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
+//! So the two lanes work on the operation in turn: one moves data between hosts while the other combines inside the
+//! host.
 //!
 //! Source: Horovod's coordinator, which collects one "ready" bit per rank. Here there is no coordinator and no cycle
 //! time, because the batch before the previous one carries the agreement.
@@ -105,7 +106,7 @@ impl Planner {
         self.agreed[batch.lane()] = highest;
     }
 
-    /// The next batch. None if this rank has not issued the batch's first operation yet.
+    /// Plans and returns the next batch. None if this rank has not issued the batch's first operation yet.
     pub fn next_batch(&mut self) -> Option<Batch> {
         let first = *self.items.front()?;
         let mut batch = Batch {

@@ -10,8 +10,8 @@ fn wrong(kind: Kind, text: String) -> Error {
     Error::invalid(format!("sagellm {kind}: {text}"))
 }
 
-/// Refuses a request whose parts are inconsistent, before the request is numbered or sent. It is a request of rank `me`
-/// of `ranks` ranks.
+/// Refuses a request whose parts are inconsistent, before the request is numbered or sent. The request comes from rank
+/// `me` of `ranks` ranks.
 pub(super) fn validate(request: &Request, (me, ranks): (usize, usize)) -> Result<()> {
     let wrong = |text| wrong(request.kind, text);
     check_peer(request, (me, ranks)).map_err(wrong)?;
@@ -36,7 +36,7 @@ pub(super) fn validate(request: &Request, (me, ranks): (usize, usize)) -> Result
     Ok(())
 }
 
-/// The kernel of a reduction. Fails if there is none for the element type and the reduce op.
+/// Returns the kernel of a reduction. Fails if there is no kernel for the element type and the reduce op.
 pub(super) fn kernel(request: &Request, ranks: usize) -> Result<Option<Kernel>> {
     if !request.kind.reduces() {
         return Ok(None);

@@ -1,9 +1,9 @@
 //! How `Group::estimate` (in `explain`) estimates the time of a call without making it: by a cost model that uses the
 //! group's own measurements. Pure.
 //!
-//! Near the sizes of calls that the group has made, the estimate is their median time from issue to end. Between these
-//! sizes, and beyond them, the model is scaled so that it passes through them. Without measurements it is the model
-//! alone.
+//! Near the sizes of calls that the group has made, the estimate is the median time of these calls from issue to end.
+//! Between and beyond these sizes, the model is scaled so that it passes through the medians. Without measurements, the
+//! estimate is the model's time.
 
 use crate::stats::Typical;
 
@@ -17,8 +17,8 @@ pub(super) fn by_bytes(payload: f64) -> f64 {
     EXCHANGE_NS + payload * BYTE_NS
 }
 
-/// The model at `payload`, multiplied by the ratio of measured to modelled time at the nearest measured sizes below and
-/// above.
+/// Returns the model's time at `payload`, multiplied by the ratio of measured to modelled time at the nearest measured
+/// sizes below and above.
 pub(super) fn scaled(typical: &[Typical], model: impl Fn(f64) -> f64, payload: f64) -> f64 {
     let ratio = |at: &Typical| at.nanoseconds / model(at.payload);
     let above = typical.iter().position(|at| at.payload >= payload);

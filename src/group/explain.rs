@@ -41,8 +41,8 @@ pub fn explain_without_group(
     Ok(Explanation { scaled, ..found })
 }
 
-/// The payload of an operation of `bytes` bytes as `explain` counts them. None if it depends on the rank, or on sizes
-/// that no rank knows alone.
+/// Returns the payload of an operation whose size, as `explain` counts it, is `bytes`. None if the payload depends on
+/// the rank, or on sizes that no rank knows alone.
 fn payload(desc: OpDesc, bytes: u64, ranks: usize) -> Option<f64> {
     match desc.kind {
         Kind::AllReduce | Kind::Broadcast | Kind::Reduce | Kind::ReduceScatter | Kind::Barrier => Some(bytes as f64),
@@ -72,8 +72,8 @@ impl Usual {
     }
 }
 
-/// The properties by which the call times of a group are kept. None if no times are kept: for one rank, between hosts,
-/// and without our own engine.
+/// Returns the properties that identify the kept call times of a group. None if no times are kept: for one rank,
+/// between hosts, and without our own engine.
 fn alike(shape: &GroupShape, policy: &Policy) -> Option<Alike> {
     let GroupShape { ranks, hosts, cores, threads, stage_bytes, .. } = *shape;
     (hosts == 1 && ranks > 1 && stage_bytes > 0).then(|| Alike { ranks, cores, threads, policy: policy.hash() })
@@ -135,7 +135,8 @@ impl Group {
         Explanation { scaled, ..found }
     }
 
-    /// The usual times of this group's calls. Before the group has made enough calls, those of earlier groups.
+    /// Returns the usual times of this group's calls or, before the group has made enough calls, those of earlier
+    /// groups.
     fn usual(&self, kind: Kind, shape: &GroupShape) -> Option<Usual> {
         let typical = self.lock().stats.typical(kind);
         match typical.is_empty() {
@@ -144,8 +145,8 @@ impl Group {
         }
     }
 
-    /// The usual times of the calls, which a rank that leaves the group in order keeps for later groups (`Alike::save`).
-    /// None if it keeps none.
+    /// Returns the usual times of the calls. A rank that leaves the group in order keeps them for later groups
+    /// (`Alike::save`). None if this rank keeps none.
     pub(super) fn times_to_keep(&self) -> Option<(Alike, Vec<(Kind, Typical)>)> {
         let speaks =
             self.config.rank == 0 && self.id != [0; 16] && !self.faults.role().is_inside() && !self.has_failed();
@@ -184,8 +185,8 @@ impl Group {
         let desc = OpDesc::from_load(own.kind, route.load);
         let found = self.explain_op(desc, batched);
         let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
-        // Over several hosts, an operation's batch is recorded together with its choice. On one host, it is recorded
-        // only when the operation ends.
+        // Over several hosts, an operation's batch is recorded together with its choice. On one host, the batch is
+        // recorded only when the operation ends.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged, took_ns };
@@ -193,7 +194,7 @@ impl Group {
         Explanation { desc: own, past: Some(past), ..found }
     }
 
-    /// Nanoseconds that such a call would take from its issue to its end. Nothing is sent.
+    /// Returns the nanoseconds that such a call would take from its issue to its end. Sends nothing.
     pub fn estimate(&self, request: &Request) -> Result<u64> {
         self.not_forked()?;
         check::validate(request, (self.config.rank, self.config.size))?;
@@ -202,7 +203,8 @@ impl Group {
         let payload = whole(request.inputs()).max(whole(request.outputs()));
         let own = OpDesc::of(request, size);
         let predicted = |desc| self.explain_op(desc, false).predicted_ns;
-        // Only calls of this group: ranks may have different times of earlier groups, and programs decide by estimates.
+        // Uses only calls of this group, not times of earlier groups: those may differ between ranks, and programs
+        // decide by estimates.
         let typical = self.lock().stats.typical(kind);
         if typical.is_empty() && kind.is_p2p() {
             return Err(Error::invalid(format!(
@@ -218,8 +220,9 @@ impl Group {
     }
 }
 
-/// The explanation of an operation that accessed its peers' tensors directly (`Choice::MAPPED`). That choice depends on
-/// the tensors' addresses, which are not recorded. `staged` is the explanation that was computed again without them.
+/// Returns the explanation of an operation that accessed its peers' tensors directly (`Choice::MAPPED`). That choice
+/// depends on the tensors' addresses, which are not recorded. `staged` is the explanation that was computed again
+/// without them.
 fn mapped(staged: Explanation) -> Explanation {
     let decided = Choice::MAPPED.reason.text().to_string();
     let (predicted_ns, measured_ns) = (0, None);
@@ -271,9 +274,9 @@ impl Called {
     }
 }
 
-/// The record of a collective that has started or ended. If only some operations are delegated (not the `whole` group),
-/// the record of a delegated operation has the number of the operation before it, so that record is skipped. The record
-/// of a composed call has the number of the call's first operation, so it is skipped too.
+/// Returns the record of a collective that has started or ended. Skips two kinds of records: if only some operations
+/// are delegated (not the `whole` group), that of a delegated operation, which has the number of the operation before
+/// it; and that of a composed call, which has the number of the call's first operation.
 fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     let ours = |record: &&Record| {
         let choice = Choice::from_code(record.route.choice);
@@ -326,14 +329,14 @@ impl Moment {
 }
 
 impl Group {
-    /// Counters, times and waits, and the time at which they were read. This function holds the lock only while it
-    /// copies them.
+    /// Returns counters, times and waits, and the time at which they were read. Holds the lock only while it copies
+    /// them.
     pub fn stats(&self) -> (Stats, Moment) {
         let stats = self.lock().stats.counts();
         (stats, Moment::now())
     }
 
-    /// The sums of each kind since creation or the last reset, and when that was (`Stats::since`).
+    /// Returns the sums of each kind since creation or the last reset, and the time of that event (`Stats::since`).
     pub fn totals(&self) -> (u64, Vec<Total>) {
         let stats = &mut self.lock().stats;
         (stats.since(), stats.totals())
@@ -357,7 +360,8 @@ impl Group {
         self.lock().stats.reset();
     }
 
-    /// For each rank of the group, its rank in the default group; only for records. Only the first call has an effect.
+    /// Sets, for each rank of the group, its rank in the default group; only for records. Only the first call has an
+    /// effect.
     pub fn set_members(&self, members: Vec<u32>) {
         self.watch.set_members(members);
     }

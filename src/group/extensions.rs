@@ -1,6 +1,6 @@
-//! Timeouts of operations that name none, and c10d's ephemeral timeouts. An ephemeral timeout is added to the timeouts
-//! of all operations that are issued after the addition, until the first of them has ended. That first operation owns
-//! the addition. Several additions accumulate, each with its own owner.
+//! Default timeouts of operations, and c10d's ephemeral timeouts. An ephemeral timeout is added to the timeouts of all
+//! operations that are issued after the addition, until the first of them has ended. That first operation owns the
+//! addition. Several additions accumulate, each with its own owner.
 
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,7 +22,7 @@ impl Timeouts {
         Timeouts { milliseconds: AtomicU64::new(timeout.as_millis() as u64), extends: AtomicBool::new(false) }
     }
 
-    /// The timeout of operations that name none.
+    /// The timeout of operations that name no timeout.
     pub fn milliseconds(&self) -> u64 {
         self.milliseconds.load(Ordering::Relaxed)
     }
@@ -39,15 +39,15 @@ impl Timeouts {
         self.extends.load(Ordering::Relaxed)
     }
 
-    /// Adds to the timeouts of operations issued from now on, until the first of these operations has ended.
+    /// Adds `more` to the timeouts of operations issued from now on, until the first of these operations has ended.
     pub fn extend(&self, extensions: &mut Extensions, more: Duration) {
         extensions.unowned += more;
         self.extends.store(true, Ordering::Relaxed);
     }
 
-    /// The timeout of an operation that is issued now, including all ephemeral timeouts. Called only if `extends`
-    /// returned true. A zero timeout means none and stays zero. `is_pending`: whether the device operation with this
-    /// record id is pending.
+    /// Returns the timeout of an operation that is issued now, including all ephemeral timeouts. Called only if
+    /// `extends` returned true. A zero timeout means no timeout and stays zero. `is_pending`: whether the device
+    /// operation with this record id is pending.
     #[cold]
     pub fn extended(
         &self,
@@ -77,8 +77,8 @@ pub(super) struct Extensions {
 }
 
 impl Extensions {
-    /// Sum of the ephemeral timeouts that apply to an operation issued now. Drops an ephemeral timeout if its owner has
-    /// ended.
+    /// Returns the sum of the ephemeral timeouts that apply to an operation issued now. Drops an ephemeral timeout if
+    /// its owner has ended.
     fn sum(&mut self, is_pending: impl Fn(u64) -> bool) -> Duration {
         self.owned.retain(|(owner, _)| match owner {
             Owner::Op(op) => op.upgrade().is_some_and(|op| !op.is_done()),
@@ -87,8 +87,8 @@ impl Extensions {
         self.owned.iter().map(|(_, more)| *more).sum::<Duration>() + self.unowned
     }
 
-    /// Makes an operation the owner of the ephemeral timeouts that have none, because it is the first operation issued
-    /// after they were added.
+    /// Makes an operation the owner of the ephemeral timeouts that have no owner, because it is the first operation
+    /// issued after they were added.
     pub fn own(&mut self, owner: Owner) {
         let unowned = std::mem::take(&mut self.unowned);
         if !unowned.is_zero() {

@@ -1,6 +1,6 @@
 //! External operations, which no engine runs: operations of a delegate, operations on devices, and operations that the
-//! shim composes of several others. The group records all of them. It keeps a list of the pending ones except those
-//! that the shim composes, so that its watch can report what a slow one waits for.
+//! shim composes of several other operations. The group records all of them. It keeps a list of the pending ones,
+//! except composed ones, so that its watch can report what a slow operation waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::types::{CallNote, Kind};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
     Delegate,
-    /// The shim composes the operation of several others.
+    /// The shim composes the operation of several other operations.
     Composed,
     /// A vendor's library, on a device (`devices`).
     Device,
@@ -142,7 +142,7 @@ impl ExternalOp {
     }
 
     /// Marks the operation as failed with the carrier's error text `words`. If the group knows what the operation
-    /// waited for, returns the error to report instead, which is the same in every call.
+    /// waited for, returns the error to report instead of `words`; every call returns the same error.
     pub fn fail(&self, words: &str) -> Option<Error> {
         // In a forked child, a thread of the parent may hold the lock for ever.
         if self.group.not_forked().is_err() {

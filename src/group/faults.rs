@@ -13,7 +13,7 @@ use crate::error::{Error, GO_ON, LEFT, Result, laid_out};
 use crate::host::Host;
 use crate::op::Op;
 
-/// A rank that leaves waits at most this long for the thread that tells the peers the group's fault.
+/// A leaving rank waits at most this long for the thread that tells the group's fault to the peers.
 const ANNOUNCED: Duration = Duration::from_millis(500);
 
 /// The process of a rank on this host.
@@ -97,7 +97,7 @@ impl Faults {
     }
 
     /// If the group has failed, waits until the peers have been told, for at most `ANNOUNCED`. The thread that found
-    /// the fault may not have told them yet; if this rank left first, they would take it for the rank that failed.
+    /// the fault may not have told them yet; if this rank left first, the peers would think that this rank failed.
     pub fn await_announced(&self) {
         if self.first.get().is_none() {
             return;
@@ -157,8 +157,8 @@ impl Faults {
         self.dead_ranks().find(|rank| !self.control.left(*rank))
     }
 
-    /// The error for a new operation, if a peer died without leaving in order. The operation fails even if it does not
-    /// need that peer.
+    /// Returns the error for a new operation if a peer died without leaving in order. The operation fails even if it
+    /// does not need that peer.
     pub fn death_before(&self, what: &str) -> Option<Error> {
         let rank = self.died()?;
         Some(self.death_of(rank, &format!("calls {what}")))
@@ -185,8 +185,8 @@ impl Faults {
     /// when nothing can advance.
     pub fn of_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
         let others = || (0..self.peers.len()).filter(|rank| *rank != self.rank);
-        // First check the ranks that died, and then those that left: a receive from any rank misses the dead rank's
-        // message.
+        // First check the ranks that died, and then those that left: if a receive from any rank cannot complete, the
+        // missing message is a dead rank's.
         let died = others().filter(|rank| !self.control.left(*rank));
         let left = others().filter(|rank| self.control.left(*rank));
         for rank in died.chain(left).filter(|rank| self.is_gone(*rank)) {

@@ -94,15 +94,16 @@ impl Launches {
         misfit.map_or(agreed, |launch| Agreed::Not(self.misfit_error(launch)))
     }
 
-    /// True if the sizes of an all_to_all are known not to belong together. False if a rank's share cannot be seen.
+    /// Returns true if the sizes of an all_to_all are known not to match between the ranks; false if a rank's share
+    /// cannot be seen.
     fn misfit(&self, number: u64) -> bool {
         let signed = |rank| self.control.signed(rank, number).filter(Signed::has_share);
         let share = |rank| signed(rank).map(|signed| signed.lists);
         (0..self.ranks).try_fold(0, |sum: u32, rank| Some(sum.wrapping_add(share(rank)?))).is_some_and(|sum| sum != 0)
     }
 
-    /// The error for an all_to_all whose sizes do not belong together. The error names two ranks if their sizes are
-    /// still kept.
+    /// Returns the error for an all_to_all whose sizes do not match between the ranks. The error names two ranks if
+    /// their sizes are still kept.
     fn misfit_error(&self, (number, signed): &Launch) -> Error {
         let size = |rank, peer, which: usize| self.control.block_sizes(rank, *number, peer).map(|sizes| sizes[which]);
         let mut pairs = (0..self.ranks).flat_map(|from| (0..self.ranks).map(move |to| (from, to)));
@@ -113,8 +114,8 @@ impl Launches {
         misfit_error(&self.name, (*number, signed.signature), named)
     }
 
-    /// The ranks that an operation on a device waits for. The memory that the ranks share has the number of each rank's
-    /// last collective on a device. `Unknown` if the ranks share no memory. `process_of`: a rank's process, for texts.
+    /// Returns the ranks that an operation on a device waits for. The shared memory has the number of each rank's last
+    /// collective on a device. `Unknown` if the ranks share no memory. `process_of`: a rank's process, for texts.
     pub fn blockers(&self, waiting: &Waiting, process_of: impl Fn(usize) -> String) -> Blockers {
         if self.control.inquiry().is_none() {
             return Blockers::Unknown(None);
@@ -146,7 +147,7 @@ impl Launches {
         Blockers::Ranks(late.into_iter().map(before).collect())
     }
 
-    /// The call of a rank on this host under this number, if it differs from this rank's call.
+    /// Describes the call that a rank on this host made under this number, if that call differs from this rank's call.
     fn called_instead(&self, rank: usize, number: u64) -> Option<String> {
         let (own, count) = self.of(number, number);
         let (_, signed) = own[..count].first()?;

@@ -245,8 +245,8 @@ impl Group {
         Ok(())
     }
 
-    /// Fails if no new operation may start. Must not be called under the lock, because it fails the group if it finds a
-    /// fault.
+    /// Fails if no new operation may start. Must not be called under the lock, because this function fails the group if
+    /// it finds a fault.
     fn usable(&self, what: &str) -> Result<()> {
         self.not_forked()?;
         self.faults.standing()?;
@@ -275,7 +275,7 @@ impl Group {
         self.timeouts.set(timeout);
     }
 
-    /// Adds to the timeouts of operations issued from now on, until the first of these operations has ended.
+    /// Adds `more` to the timeouts of operations issued from now on, until the first of these operations has ended.
     pub fn add_ephemeral_timeout(&self, more: Duration) {
         self.timeouts.extend(&mut self.lock().extensions, more);
     }
@@ -393,7 +393,8 @@ impl Inner {
 }
 
 impl Group {
-    /// One pass over the engine, with the lock held. Returns true if something advanced. An error is the group's fault.
+    /// Makes one pass over the engine, with the lock held. Returns true if something advanced. An error is the group's
+    /// fault.
     fn advance(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Result<bool> {
         if engine.poll(ended)? {
             return Ok(true);

@@ -34,7 +34,7 @@ impl Ties {
         watch::generation() != self.generation
     }
 
-    /// Keeps what reports the ends of peers.
+    /// Keeps `following`, which reports the ends of peers.
     pub fn follow(&self, following: Following) {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).following = Some(following);
     }

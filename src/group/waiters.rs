@@ -15,15 +15,15 @@ pub(super) struct Waiters {
     pub helpers: Option<Helpers>,
     /// Cached `Control::has_threads`: threads of the engine run its operations.
     pub has_threads: bool,
-    /// How long waits for messages from other hosts yield.
+    /// Decides for how long a wait for messages from other hosts yields.
     pub eagerness: Eagerness,
 }
 
 impl Waiters {
-    /// The most that such a wait yields.
+    /// The longest time for which such a wait yields.
     const YIELDS: Duration = Duration::from_micros(200);
 
-    /// How a thread that waits now spins.
+    /// Returns how a thread spins that begins to wait now.
     #[inline]
     pub fn spins(&self, control: &dyn Control) -> SpinPolicy {
         if self.has_threads && control.polls() {

@@ -1,8 +1,8 @@
 //! The thread that answers for a rank when a peer asks, through shared memory, what the rank is doing. It sleeps until
 //! a question arrives. If no peer ever waits for long, no question wakes it.
 //!
-//! It waits only for questions. It answers each question at once with what this rank knows, and again when `places` has
-//! found where the program is. Ranks that share no memory are asked through their store (`store_threads`).
+//! It waits only for questions. It answers each question immediately with what this rank knows, and again when `places`
+//! has found where the program is. Ranks that share no memory are asked through their store (`store_threads`).
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -14,7 +14,7 @@ use super::{places, store_threads};
 use crate::error::contained;
 use crate::os::{futex, watch};
 
-/// If the kernel cannot wait on the words of all groups at once, the thread checks for questions at this interval.
+/// If the kernel cannot wait on the words of all groups in one call, the thread checks for questions at this interval.
 const LOOK: Duration = Duration::from_millis(250);
 /// How long the end of the process waits for the threads that answer.
 const PATIENCE: Duration = Duration::from_secs(1);

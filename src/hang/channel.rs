@@ -17,18 +17,18 @@ pub trait Channel: Send + Sync {
     /// waits.
     fn ask(&self, rank: usize) -> Option<u32>;
 
-    /// The last answer of `rank`, if it answers this question or a later one. `None` if the channel delivers answers by
-    /// `Participant::receive` instead.
+    /// Returns the last answer of `rank` if that is an answer to this question or a later one. `None` if the channel
+    /// delivers answers by `Participant::receive`.
     fn answer(&self, rank: usize, question: u32) -> Option<Status>;
 
     /// Whether every answer about an operation has arrived.
     fn has_all(&self, watched: &Watched) -> bool;
 
-    /// How long the first answers may take, for an operation with this timeout.
+    /// Returns how long the first answers take at most, for an operation with this timeout.
     fn takes(&self, timeout: Duration) -> Duration;
 
     /// Whether answers contain the signatures of launches and say which processes are stopped. Ranks with shared memory
-    /// read both directly, so their answers omit them.
+    /// read both directly, so their answers contain neither.
     fn is_detailed(&self) -> bool;
 
     /// Why no answers arrive, if this rank knows it: the store has failed or does not respond.
@@ -40,12 +40,12 @@ pub trait Channel: Send + Sync {
     /// begins to wait for long, or when the group has failed.
     fn look_again(&self);
 
-    /// Starts to look whether another rank has published why its group failed. Returns how long that may take.
+    /// Starts to look whether another rank has published why its group failed. Returns how long this takes at most.
     fn ask_for_fault(&self) -> Duration;
 
-    /// True if this rank knows that no other rank had published a fault at this time, or if the store has failed, so
-    /// that it cannot find out. Otherwise starts a read that will find out. A channel in shared memory always knows,
-    /// because a fault is visible there at once. Never waits.
+    /// Returns true if this rank knows that no other rank had published a fault at this time, or if it cannot find out
+    /// because the store has failed. Otherwise starts a read that will find out. A channel in shared memory always
+    /// knows, because a fault is visible there immediately. Never waits.
     fn had_no_fault_at(&self, _at: Instant) -> bool {
         true
     }
@@ -115,7 +115,7 @@ pub trait Member: Speaker + Participant + Send + Sync {
     fn waits_long(&self) -> bool;
     /// Checks the operation with the next deadline among those that no engine runs.
     fn look_external(&self);
-    /// The group's timeout, for operations that name none.
+    /// The group's timeout, for operations that name no timeout.
     fn timeout(&self) -> Duration;
     /// The fault of the group.
     fn fault(&self) -> Option<Error>;

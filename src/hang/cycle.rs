@@ -13,8 +13,8 @@ pub struct Edge {
     pub what: String,
 }
 
-/// The shortest cycle that contains `rank`. If none contains it, a cycle that `rank` waits for. The edges are in the
-/// order of the cycle, and begin with `rank` if it is part of the cycle.
+/// Returns the shortest cycle that contains `rank` or, if there is none, a cycle that `rank` waits for. The edges are
+/// in the order of the cycle, and begin with `rank` if it is part of the cycle.
 pub fn cycle(edges: &[Edge], rank: u32) -> Option<Vec<Edge>> {
     let reached = reach(edges, rank);
     let mut starts: Vec<u32> = reached.keys().copied().filter(|start| *start != rank).collect();

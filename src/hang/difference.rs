@@ -93,7 +93,7 @@ pub struct Misfit {
     pub expected: u64,
 }
 
-/// The error of an all_to_all on devices whose sizes do not belong together.
+/// Returns the error of an all_to_all on devices whose sizes do not match between the ranks.
 pub fn misfit_error(group: &str, (number, signature): (u64, u64), named: Option<Misfit>) -> Error {
     let call = op::describe(signature);
     let what = format!("passed sizes that do not belong together to {call}, number {number} on their devices");

@@ -155,8 +155,8 @@ impl Monitor {
         }
     }
 
-    /// The ranks for which an operation waits. If the engine knows them without asking, they are `seen`; otherwise they
-    /// come from the ranks' answers.
+    /// Returns the ranks for which an operation waits. If the engine knows them without asking, they are `seen`;
+    /// otherwise they come from the ranks' answers.
     pub fn blockers(&self, waiting: &Waiting, seen: Blockers, (ranks, me): (usize, usize)) -> Blockers {
         let watched = self.of(&waiting.which);
         if !matches!(seen, Blockers::Unknown(_)) || !(watched.is_some() || waiting.kind.is_p2p()) {
@@ -178,9 +178,9 @@ impl Monitor {
     }
 }
 
-/// The ranks that have not called a collective that is pending on rank `me`, according to their answers over the store.
-/// Ranks that have not answered come first. The others follow, sorted by the last collective that each has called.
-/// `statuses`: the answers that this rank has read.
+/// Returns the ranks that have not called a collective that is pending on rank `me`, according to their answers over
+/// the store. Ranks that have not answered come first. The others follow, sorted by the last collective that each has
+/// called. `statuses`: the answers that this rank has read.
 pub fn late_for(
     waiting: &Waiting,
     result: &QueryResult,
@@ -208,10 +208,10 @@ pub fn late_for(
     all.filter(|(rank, _)| *rank != me).filter_map(progress).collect()
 }
 
-/// The ranks whose answers say that they wait in another operation. Called if every rank has called a collective with
-/// this number. An engine compares calls by the data that the ranks exchange, but no data arrives if, for instance,
-/// each rank believes that another one is the root of a broadcast. Ranks that made the same call have the same
-/// signature under the same number.
+/// Returns the ranks whose answers say that they wait in another operation. Called if every rank has called a
+/// collective with this number. An engine compares calls by the data that the ranks exchange, but no data arrives if,
+/// for instance, each rank believes that another rank is the root of a broadcast. Ranks that made the same call have
+/// the same signature under the same number.
 fn elsewhere(waiting: &Waiting, statuses: &BTreeMap<usize, Status>, me: usize) -> Vec<(usize, PeerProgress)> {
     if !matches!(waiting.which, Which::Engine(_)) {
         return Vec::new();

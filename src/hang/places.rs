@@ -1,6 +1,6 @@
 //! The thread that reads the source line (the *place*) at which a thread of the program is, for answers to other ranks.
 //! It acquires the interpreter's lock, which native code may hold for minutes, so it has no other task. A thread that
-//! requests a place continues at once and is woken when the place is known. The place thread holds no lock of the core
+//! requests a place does not wait, and is woken when the place is known. The place thread holds no lock of the core
 //! while it waits for the interpreter's lock, and no thread waits for the place thread.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,8 @@ use crate::error::contained;
 use crate::host::Host;
 use crate::os::watch;
 
-/// A request for the place of a thread, which is the source line at which it is. All that ask meanwhile share it.
+/// A request for the place of a thread: the source line at which the thread is. All that ask before the place is known
+/// share this request.
 #[derive(Clone, Default)]
 pub struct Asked(Arc<OnceCell<Option<String>>>);
 

@@ -3,9 +3,9 @@
 //!
 //! A rank that waits and knows of no recent question claims the next number. The first rank to claim a number asks the
 //! question and collects the answers. Ranks pass the soft limit at the same time, so many may claim one number; all
-//! except the first wait for the first rank's result. If another rank has just asked a question, this rank uses that
-//! one. If the collecting rank dies or is stopped before it has published the result, the rank that claimed second
-//! takes over, and after it the others.
+//! except the first wait for the first rank's result. If another rank has just asked a question, a waiting rank uses
+//! that question. If the collecting rank dies or is stopped before it has published the result, the rank that claimed
+//! second takes over, and after it the others.
 //!
 //! For each question, each rank writes one answer. Each waiting rank also makes one claim and reads a few ranks'
 //! answers, and the collecting rank reads every answer. So the number of requests grows linearly with the number of
@@ -34,7 +34,7 @@ const KEPT: usize = 4;
 /// All times are in nanoseconds of `clock::stamp`.
 #[derive(Default)]
 struct State {
-    /// The last question that this rank answered, and the time of that answer. `None`: it has answered none.
+    /// The last question that this rank answered, and the time of that answer. `None`: it has answered no question.
     answered: Option<u32>,
     answered_at: u64,
     reply: Reply,
@@ -143,8 +143,8 @@ impl Queries {
         }
     }
 
-    /// If it is time or this rank `waits`: answers a new question, asks, and collects answers. Returns how long to wait
-    /// until the next call; `None` if the store has failed.
+    /// If the next check is due or this rank `waits`, answers a new question, asks a question, and collects answers.
+    /// Returns how long to wait until the next call; `None` if the store has failed.
     pub fn look(&self, me: &dyn Participant, waits: bool, now: u64, pause: Duration) -> Option<Duration> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if self.failure().is_some() {

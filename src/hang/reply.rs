@@ -1,5 +1,5 @@
-//! A rank's answers on one channel. The rank answers at once without its place (the source line at which its program
-//! is), and again when the place is known.
+//! A rank's answers on one channel. The rank answers immediately without its place (the source line at which its
+//! program is), and again when the place is known.
 
 use super::places::Asked;
 use super::status::{Place, Status};
@@ -22,9 +22,9 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// The immediate answer to a question. If the place was requested for an earlier question and is still unknown,
-    /// native code holds the interpreter's lock. Then the answer has the number of that earlier question, which shows
-    /// the reader how long the lock has been held.
+    /// Returns the immediate answer to a question. If the place was requested for an earlier question and is still
+    /// unknown, native code holds the interpreter's lock. Then the answer has the number of that earlier question,
+    /// which shows the reader how long the lock has been held.
     pub fn at_once(&mut self, speaker: &dyn Speaker, question: u32) -> Status {
         self.last = question;
         let (status, thread) = speaker.status(question);

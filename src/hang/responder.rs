@@ -117,8 +117,8 @@ impl Responder {
         drop(gone); // may close a connection
     }
 
-    /// Removes and returns the groups of a connection that this rank left at least `after` ago. Also returns how long
-    /// until the next one is due.
+    /// Removes and returns the groups of a connection that this rank left at least `after` ago. Also returns the time
+    /// until the next of these groups is due.
     pub(super) fn take_left(&self, connection: usize, after: Duration) -> (Vec<LeftGroup>, Option<Duration>) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let of_it = |one: &LeftGroup| one.channel.connection() == Some(connection);

@@ -1,5 +1,5 @@
-//! A rank's answer to a question (`Status`), and its form as bytes. A reader keeps the fields before the first that it
-//! cannot read, because an answer in shared memory is cut if it is too long.
+//! A rank's answer to a question (`Status`), and its form as bytes. A reader keeps the fields before the first field
+//! that it cannot read, because an answer in shared memory is cut if it is too long.
 
 use std::borrow::Cow;
 

@@ -11,8 +11,8 @@
 //! | `fault` | why the group failed, written by the first rank that failed |
 //! | `left` | a counter: how many ranks have left the group for good |
 //!
-//! While the group lives, each rank keeps the keys of the last few questions that it has collected (`queries`). A rank
-//! that leaves removes these, and the last rank to leave removes all other keys, because no rank of the group is there
+//! While the group lives, each rank keeps the keys of the last few questions that it has collected (`queries`). A
+//! leaving rank removes these, and the last rank to leave removes all other keys, because no rank of the group is there
 //! to read them (`leave`). Keys stay if a rank has died, because `left` then never counts all ranks. They also stay if
 //! no other group of a rank uses the same connection to the store, because the store may be gone before the ranks have
 //! left (`store_threads`).
@@ -118,7 +118,7 @@ impl QueryResult {
         to.list(&self.difference, |to, found| found.ranks.iter().zip(&found.signed).fold(to.u64(found.number), side)).0
     }
 
-    /// Ranks outside `0..ranks` are skipped, because anyone with access to the store can write them.
+    /// Skips ranks outside `0..ranks`, because anyone with access to the store can write such numbers.
     fn decode(bytes: &[u8], ranks: usize) -> Option<QueryResult> {
         let mut from = Reader(bytes);
         let rank = |from: &mut Reader| Some(from.u32()? as usize);
@@ -155,8 +155,8 @@ pub struct Outcome {
 /// their requests.
 #[derive(Default)]
 pub struct Request {
-    /// When the request began (`clock::now`); 0 if there is none. Written by the thread that makes the requests, read by
-    /// others for texts. Relaxed, because it guards no other data.
+    /// When the request began (`clock::now`); 0 if there is none. Written by the thread that makes the requests, read
+    /// by other threads for texts. Relaxed, because it guards no other data.
     since: AtomicU64,
 }
 
@@ -265,7 +265,7 @@ impl StoreKeys {
         self.remove_whole(&self.key(key))
     }
 
-    /// Removes the key of this name, without the common prefix.
+    /// Removes the key with this full name. No prefix is added.
     fn remove_whole(&self, name: &str) -> Result<()> {
         self.request.of(|| self.store.remove(name))
     }

@@ -77,8 +77,8 @@ fn look(responder: &Responder, connection: usize) {
     }
 }
 
-/// Removes the thread of a connection, if no group uses the connection. Holds the lock under which `start` starts it,
-/// so a group that is added later finds no thread and starts one.
+/// Removes the thread of a connection, if no group uses the connection. Holds the lock under which `start` starts
+/// threads, so a group that is added later finds no thread and starts one.
 fn leaves(responder: &Responder, connection: usize) -> bool {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
     if responder.members().iter().any(|group| group.connection() == Some(connection)) {

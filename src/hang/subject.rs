@@ -23,7 +23,7 @@ pub trait Subject: Send + Sync {
     fn progress(&self) -> Progress;
     /// Milliseconds since the collective with this number ended on this rank; `None` if that is unknown.
     fn ended_ago(&self, number: u64, on_device: bool) -> Option<u64>;
-    /// The group's timeout, for operations that name none.
+    /// The group's timeout, for operations that name no timeout.
     fn timeout(&self) -> Duration;
     /// The fault of the group.
     fn fault(&self) -> Option<Error>;
@@ -39,7 +39,8 @@ pub struct Progress {
     /// Number of the last collective on the CPU, and its text if the history contains it.
     pub issued: u64,
     pub last: Option<String>,
-    /// The same for collectives on devices, which are numbered separately, and the signatures of the last ones.
+    /// Number and text of the last collective on a device; these are numbered separately. `signed`: the signatures of
+    /// the last device collectives.
     pub launched: u64,
     pub launched_last: Option<String>,
     pub signed: Vec<Launch>,

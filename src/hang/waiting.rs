@@ -89,7 +89,7 @@ impl Waiting {
         if self.on_device { launched } else { issued }
     }
 
-    /// Whether a rank with these counts has made the same call; only for collectives.
+    /// Whether a rank with these counts has also made this call; only for collectives.
     pub fn is_entered_by(&self, counts: (u64, u64)) -> bool {
         self.count_of(counts) >= self.number
     }

@@ -85,7 +85,7 @@ impl Watch {
         self.members.get().and_then(|members| members.get(rank).copied()).unwrap_or(rank as u32)
     }
 
-    /// Starts to look for another rank's fault. Returns how long that may take (`Channel::ask_for_fault`).
+    /// Starts to look for another rank's fault. Returns how long this takes at most (`Channel::ask_for_fault`).
     pub fn ask_for_fault(&self) -> Duration {
         self.channel().map_or(FAULT_SEEN, |channel| channel.ask_for_fault())
     }

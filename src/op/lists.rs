@@ -1,7 +1,7 @@
 //! The lists on which the ranks of an operation must agree in addition to its signature: the tensors of a call that has
-//! a list, or the sizes of the ranks' blocks. Two lists with the same total size have equal signatures, so a hash of
-//! the list is also part of the chain of calls (rule 5). A call with a list gets every error that separate calls would
-//! get.
+//! a list, or the sizes of the ranks' blocks. Two calls whose lists have the same total size have equal signatures, so
+//! a hash of the list is also part of the chain of calls (rule 5). A call with a list gets every error that separate
+//! calls would get.
 
 use crate::error::{Error, laid_out};
 use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
@@ -72,7 +72,7 @@ pub fn word(tensor: &Listed) -> u64 {
     (tensor.dtype as u64) << 56 | (tensor.bytes as u64 & BYTES)
 }
 
-/// The text of such a word: `8 bytes`, `8 bytes of float32`.
+/// Returns the text of a `word`: `8 bytes`, `8 bytes of float32`.
 fn describe(word: u64) -> String {
     let bytes = counted(word & BYTES, "byte");
     match Dtype::from_u8((word >> 56) as u8) {
@@ -92,9 +92,9 @@ pub struct Place {
     pub theirs: u64,
 }
 
-/// The error of two ranks whose lists of tensors differ in operation `number`. `call` is its signature as text. `own`
-/// and `theirs` are each a rank and its hash. If the rank passed only one tensor, the hash is not that of a list of
-/// tensors. `data` says what happened to the data.
+/// Returns the error for two ranks whose lists of tensors differ in operation `number`. `call` is the operation's
+/// signature as text. `own` and `theirs` are each a rank and the hash of its list. If a rank passed only one tensor,
+/// its hash is not that of a list of tensors. `data` says what happened to the data.
 pub fn differ(
     call: &str,
     number: u64,

@@ -70,10 +70,10 @@ impl OpTiming {
     }
 }
 
-/// The operations with which an operation was fused: between hosts the others of its batch, on one host those that
-/// ended in the same pass. It is one word, so that it is read atomically: the number of other operations (16 bits), and
-/// the distances to the first and last number (24 bits each). The operation was alone if all bits are zero, which is
-/// also the initial value.
+/// The operations with which an operation was fused: between hosts the other operations of its batch, on one host those
+/// that ended in the same pass. All is in one word, so that it is read atomically: the number of other operations (16
+/// bits), and the distances to the first and last number (24 bits each). The operation was alone if all bits are zero,
+/// which is also the initial value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FusedWith(u64);
 
@@ -92,8 +92,8 @@ impl FusedWith {
         (self.0 & 0xffff) + 1
     }
 
-    /// First and last number of the operations with which operation `number` was fused. Both are `number` if the others
-    /// are messages.
+    /// First and last number of the operations with which operation `number` was fused. Both are `number` if the other
+    /// operations are messages.
     pub fn numbers(self, number: u64) -> (u64, u64) {
         (number - (self.0 >> 16 & 0xff_ffff).min(number), number + (self.0 >> 40))
     }
@@ -211,8 +211,8 @@ impl Op {
         self.copy.get().map_or(self.request.inputs(), |copy| &copy.1)
     }
 
-    /// From now on the send reads from `copy`, which has the bytes of its inputs, so that later operations may
-    /// overwrite the inputs.
+    /// Makes the send read from `copy`, which has the bytes of its inputs, so that later operations may overwrite the
+    /// inputs.
     pub fn send_copy(&self, copy: Vec<u8>) {
         let span = Span { addr: copy.as_ptr() as usize, bytes: copy.len() };
         let _ = self.copy.set(Box::new((copy, [span])));
@@ -286,8 +286,8 @@ impl Op {
         Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed))
     }
 
-    /// The owner, until the operation ends. Poisoning is ignored, because the owner must be notified of the end even if
-    /// one of its copies has panicked.
+    /// Locks and returns the owner; None after the end of the operation. A poisoned lock is accepted, because the owner
+    /// must be notified of the end even if `prepare` or `store_back` has panicked.
     fn completion(&self) -> MutexGuard<'_, Option<Box<dyn Completion>>> {
         self.completion.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -2,11 +2,11 @@
 //! without checking each of them.
 //!
 //! An operation is found by its extent, which is the address range that contains all its memory. There is one map for
-//! each power of two; an extent is in the map for its length, sorted by address. A range can overlap an extent in a map
-//! only if the extent starts less than twice that power before the range. Operations with equal extents share an entry.
-//! An operation that writes the whole extent replaces all operations in its entry: it follows all of them, so an
-//! operation that follows it follows them too. If there are few operations, they are kept in a list and checked one by
-//! one, which is faster and allocates nothing.
+//! each power of two. It has the extents whose length is at least that power and less than twice as much, sorted by
+//! address. So a range can overlap an extent in a map only if the extent starts less than twice the map's power before
+//! the range. Operations with equal extents share an entry. An operation that writes the whole extent replaces all
+//! operations in its entry: it follows all of them, so an operation that follows it follows them too. If there are few
+//! operations, they are kept in a list and checked one by one, which is faster and allocates nothing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -96,7 +96,8 @@ impl PendingOps {
         }
     }
 
-    /// The operations here that `op` must follow. An operation may be left out if one of the others already follows it.
+    /// Returns the operations here that `op` must follow. An operation can be missing if another one in the result
+    /// already follows it.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.near(op).filter(|other| op.conflicts_with(other)).cloned().collect()
     }

@@ -38,7 +38,7 @@ pub struct Called {
     pub number: u64,
 }
 
-/// The error of two ranks that called different operations. `data` says what happened to the data.
+/// Returns the error for two ranks that called different operations. `data` says what happened to the data.
 pub fn different(one: Called, other: Called, data: &str) -> Error {
     let calls = if one.rank < other.rank { [one, other] } else { [other, one] };
     let number = calls[0].number;
@@ -51,14 +51,14 @@ pub fn different(one: Called, other: Called, data: &str) -> Error {
     Error::mismatch(laid_out(&head, &[first, second, data.to_string()], SAME_CALLS))
 }
 
-/// The error of a receive on rank `me` whose buffer has a different size (`room`) than the message.
+/// Returns the error for a receive on rank `me` whose buffer has a different size (`room`) than the message.
 pub fn wrong_size(me: usize, from: usize, tag: u32, room: usize, bytes: usize) -> Error {
     let head =
         format!("rank {me} receives {room} bytes with tag {tag} from rank {from}, but the message has {bytes} bytes");
     Error::mismatch(laid_out(&head, &[], SAME_SIZES))
 }
 
-/// The error of the send on rank `me`, if the receive failed with `wrong_size`.
+/// Returns the error for the send on rank `me` whose receive failed with `wrong_size`.
 pub fn not_taken(me: usize, to: usize, tag: u32, bytes: usize) -> Error {
     let head = format!("rank {to} could not take the message of {bytes} bytes with tag {tag} from rank {me}");
     Error::mismatch(laid_out(&head, &["its receive buffer has another size".to_string()], SAME_SIZES))

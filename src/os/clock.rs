@@ -29,14 +29,14 @@ struct Readings {
 
 static READINGS: Readings = Readings::new();
 
-/// Nanoseconds since the first reading in this process, including the times in which it was stopped. For timestamps in
-/// records.
+/// Returns the nanoseconds since the first reading in this process, including the times in which the process was
+/// stopped. For timestamps in records.
 #[inline]
 pub fn stamp() -> u64 {
     START.elapsed().as_nanos() as u64
 }
 
-/// Nanoseconds since the first reading in this process, without the times in which it was stopped.
+/// Returns the nanoseconds since the first reading in this process, without the times in which the process was stopped.
 pub fn now() -> u64 {
     at(stamp())
 }

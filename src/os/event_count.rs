@@ -9,18 +9,18 @@
 
 /// The words of the handshake.
 pub trait WakeWords {
-    /// Number of wake-ups of `rank`: the futex word (acquire).
+    /// Returns the number of wake-ups of `rank`: the futex word (acquire).
     fn wake_count(&self, rank: usize) -> u32;
     /// Increments the wake count of `rank` (release) and wakes its threads that sleep on it.
     fn wake(&self, rank: usize);
-    /// Number of threads of `rank` that sleep or are about to sleep. Relaxed: the fences order it.
+    /// Returns the number of threads of `rank` that sleep or are about to sleep. Relaxed: the fences order it.
     fn asleep(&self, rank: usize) -> u32;
-    /// Number of sleeping threads of all ranks. A publisher needs to read only this cache line, which rarely changes.
-    /// Relaxed.
+    /// Returns the number of sleeping threads of all ranks. A publisher needs to read only this cache line, which
+    /// rarely changes. Relaxed.
     fn sleepers(&self) -> u32;
     /// Adds or subtracts one sleeping thread, in the number of `me` and in the sum. Relaxed.
     fn count_sleeper(&self, me: usize, more: bool);
-    /// A sequentially consistent fence.
+    /// Issues a sequentially consistent fence.
     fn fence(&self);
 }
 
@@ -43,8 +43,8 @@ pub fn wake_if_asleep<B: WakeWords + ?Sized>(words: &B, rank: usize) {
     }
 }
 
-/// First half of a sleep. The caller must then check its condition once more, sleep only while the wake count has the
-/// returned value, and finally call `finish_wait`.
+/// Does the first half of a sleep. The caller must then check its condition once more, sleep only while the wake count
+/// has the returned value, and finally call `finish_wait`.
 pub fn prepare_wait<B: WakeWords + ?Sized>(words: &B, me: usize) -> u32 {
     words.count_sleeper(me, true);
     let value = words.wake_count(me);

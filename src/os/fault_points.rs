@@ -106,8 +106,8 @@ mod hooks {
 
     #[cold]
     fn call(point: FaultPoint) {
-        // Cloned, so that nothing is borrowed or locked while a hook runs, because it may switch to another coroutine
-        // of this thread. A thread that is ending has no hook.
+        // Cloned, so that nothing is borrowed or locked while a hook runs, because the hook may switch to another
+        // coroutine of this thread. A thread that is ending has no hook.
         let own = OF_THREAD.try_with(|hook| hook.borrow().clone()).ok().flatten();
         if let Some(own) = own {
             own(point);

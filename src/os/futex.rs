@@ -61,7 +61,7 @@ fn wait_one(word: &AtomicU32, value: u32, timeout: Duration) {
     }
 }
 
-/// Returns false if the kernel does not offer futex_waitv.
+/// Sleeps on several words. Returns false if the kernel does not offer futex_waitv.
 fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
     if !*HAS_WAITV {
         return false;

@@ -4,7 +4,7 @@
 
 use crate::error::{Error, Result};
 
-/// Random bytes from the kernel.
+/// Returns random bytes from the kernel.
 pub fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0u8; N];
     let mut filled = 0;

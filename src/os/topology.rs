@@ -17,13 +17,14 @@ fn read_trimmed(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_string())
 }
 
-/// The CPU on which the calling thread runs now.
+/// Returns the CPU on which the calling thread runs now.
 pub fn current_cpu() -> Option<u32> {
     // SAFETY: takes no argument and accesses no memory.
     u32::try_from(unsafe { libc::sched_getcpu() }).ok()
 }
 
-/// CPUs on which the calling thread may run, as a bit mask in 64-bit words. Empty if the kernel does not report them.
+/// Returns the CPUs on which the calling thread may run, as a bit mask in 64-bit words. Empty if the kernel does not
+/// report them.
 pub fn affinity_mask() -> Vec<u64> {
     // The kernel needs a buffer for all CPUs that it could have, and returns EINVAL if the buffer is too short.
     let mut words = 16usize;
@@ -46,18 +47,18 @@ pub fn affinity_mask() -> Vec<u64> {
     Vec::new()
 }
 
-/// Number of CPUs in a mask of `affinity_mask`.
+/// Returns the number of CPUs in a mask of `affinity_mask`.
 pub fn count_mask(mask: &[u64]) -> usize {
     mask.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// How many cores this process can keep busy, by its affinity mask and its CPU quota. At least 1.
+/// Returns how many cores this process can keep busy, by its affinity mask and its CPU quota. At least 1.
 pub fn usable_cores() -> usize {
     agreed_cores(&[affinity_mask()], quota_millicores())
 }
 
-/// How many cores the processes with these masks can keep busy together. The smallest of their quotas applies to all.
-/// At least 1.
+/// Returns how many cores the processes with these masks can keep busy together. The smallest of their quotas applies
+/// to all. At least 1.
 pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) -> usize {
     let words = masks.iter().map(Vec::len).max().unwrap_or(0);
     let mut union = vec![0u64; words];
@@ -78,19 +79,20 @@ pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) 
     cores.max(1)
 }
 
-/// The smallest CPU quota of this process's control group and the group's ancestors, in thousandths of a core. None if
-/// there is no quota.
+/// Returns the smallest CPU quota of this process's control group and the group's ancestors, in thousandths of a core.
+/// None if there is no quota.
 pub fn quota_millicores() -> Option<u64> {
     quota_in(&ControlGroups::read())
 }
 
-/// Bytes that can still be used before the machine or a control group runs out of memory. If a memfd is populated past
-/// a control group's limit, the process is killed and gets no error, so this is checked before.
+/// Returns how many bytes can still be used before the machine or a control group runs out of memory. If a memfd is
+/// populated past a control group's limit, the process is killed and gets no error, so this is checked before.
 pub fn memory_headroom() -> Option<u64> {
     headroom_in(&ControlGroups::read())
 }
 
-/// `quota_millicores` and `memory_headroom`, with only one read of the control groups, which saves half of the cost.
+/// Returns `quota_millicores` and `memory_headroom`, with only one read of the control groups, which saves half of the
+/// cost.
 pub fn limits() -> (Option<u64>, Option<u64>) {
     let groups = ControlGroups::read();
     (quota_in(&groups), headroom_in(&groups))
@@ -131,7 +133,7 @@ fn available_memory() -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
-/// The number that follows `name` in a file of `name number` lines.
+/// Returns the number that follows `name` in a file of `name number` lines.
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| {
         let mut words = line.split_whitespace();
@@ -139,8 +141,8 @@ fn field(text: &str, name: &str) -> Option<u64> {
     })
 }
 
-/// Limit minus usage of one control group. Inactive file pages count as free, because the kernel reclaims them before
-/// it kills a process.
+/// Returns the limit minus the usage of one control group. Inactive file pages count as free, because the kernel
+/// reclaims them before it kills a process.
 fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u64> {
     let limit: u64 = read_trimmed(dir.join(limit))?.parse().ok()?; // "max" does not parse: no limit
     if limit >= 1 << 60 {
@@ -171,7 +173,7 @@ impl ControlGroups {
         ControlGroups { places: control_group_places(&cgroup, &MOUNTS) }
     }
 
-    /// The directories for one controller, from that of this process's group up to the mount point.
+    /// Returns the directories for one controller, from that of this process's group up to the mount point.
     fn ancestors(&self, controller: &str) -> Vec<PathBuf> {
         let mut found = Vec::new();
         for (_, mount, dir) in self.places.iter().filter(|(name, ..)| name == controller) {
@@ -208,7 +210,7 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     places
 }
 
-/// If a mountinfo line mounts this controller, its root and mount point. The empty name means the v2 tree.
+/// If a mountinfo line mounts this controller, returns the root and the mount point. The empty name means the v2 tree.
 fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, &'a str)> {
     let (front, back) = line.split_once(" - ")?;
     let front: Vec<&str> = front.split(' ').collect();
@@ -221,7 +223,8 @@ fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, 
     matches.then_some((*front.get(3)?, *front.get(4)?))
 }
 
-/// A value that changes at every boot. If it is equal on two ranks, they run on the same kernel. Empty if unknown.
+/// Returns a value that changes at every boot. If it is equal on two ranks, they run on the same kernel. Empty if
+/// unknown.
 pub fn boot_id() -> String {
     read_trimmed("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
@@ -230,23 +233,23 @@ pub fn hostname() -> String {
     read_trimmed("/proc/sys/kernel/hostname").unwrap_or_else(|| "unknown host".into())
 }
 
-/// The effective user. A peer sees this user on a socket.
+/// Returns the effective user. A peer sees this user on a socket.
 pub fn uid() -> u32 {
     // SAFETY: takes no argument and always succeeds.
     unsafe { libc::geteuid() }
 }
 
-/// Number of this process's network namespace. Abstract sockets are visible only within it. 0 if unknown.
+/// Returns the number of this process's network namespace. Abstract sockets are visible only within it. 0 if unknown.
 pub fn netns() -> u64 {
     fs::metadata("/proc/self/ns/net").map(|data| data.ino()).unwrap_or(0)
 }
 
-/// Number of this process's pid namespace, within which pids have the same meaning. 0 if unknown.
+/// Returns the number of this process's pid namespace, within which pids have the same meaning. 0 if unknown.
 pub fn pidns() -> u64 {
     fs::metadata("/proc/self/ns/pid").map(|data| data.ino()).unwrap_or(0)
 }
 
-/// Facts about this machine for bug reports: names and values.
+/// Returns facts about this machine for bug reports: names and values.
 pub fn report() -> Vec<(String, String)> {
     let mut facts = Vec::new();
     let mut line = |name: &str, value: String| facts.push((name.to_string(), value));
@@ -275,7 +278,7 @@ fn mebibytes(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
-/// A mask as text, for instance "0-3,8".
+/// Returns a mask as text, for instance "0-3,8".
 fn mask_as_list(mask: &[u64]) -> String {
     let has = |cpu: usize| mask.get(cpu / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1);
     let mut list = String::new();
@@ -294,7 +297,7 @@ fn mask_as_list(mask: &[u64]) -> String {
     list
 }
 
-/// The size of CPU 0's data or unified cache of this level, and the CPUs that share this cache.
+/// Returns the size of CPU 0's data or unified cache of this level, and the CPUs that share this cache.
 fn cache(level: u32) -> Option<String> {
     let (size, shared) = cache_of(level)?;
     Some(format!("{size} shared by CPUs {shared}"))
@@ -314,7 +317,7 @@ fn cache_of(level: u32) -> Option<(String, String)> {
     None
 }
 
-/// Size in bytes of CPU 0's last cache before memory. Read once per process.
+/// Returns the size in bytes of CPU 0's last cache before memory. Read once per process.
 pub fn last_level_cache() -> Option<u64> {
     static BYTES: Lazy<Option<u64>> =
         Lazy::new(|| [4, 3, 2].into_iter().find_map(cache_of).and_then(|(size, _)| kernel_size(&size)));
@@ -344,7 +347,7 @@ pub fn fingerprint() -> &'static str {
     &TEXT
 }
 
-/// The processor's name. Only the first lines are read, because the kernel writes a paragraph for every CPU.
+/// Returns the processor's name. Only the first lines are read, because the kernel writes a paragraph for every CPU.
 fn processor() -> String {
     let mut head = [0u8; 4096];
     let length = fs::File::open("/proc/cpuinfo").and_then(|mut file| file.read(&mut head)).unwrap_or(0);
@@ -361,7 +364,7 @@ fn processor_in(cpuinfo: &str) -> String {
     field("model name").or_else(part).unwrap_or_else(|| std::env::consts::ARCH.to_string())
 }
 
-/// The accelerators of this host that their driver lists, one name per device. Empty if no driver is loaded.
+/// Returns the accelerators of this host that their driver lists, one name per device. Empty if no driver is loaded.
 pub fn accelerators() -> Vec<String> {
     let Ok(devices) = fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
     let about = devices.filter_map(|device| fs::read_to_string(device.ok()?.path().join("information")).ok());
@@ -372,7 +375,7 @@ pub fn accelerators() -> Vec<String> {
     names
 }
 
-/// NUMA nodes with their CPUs: "0: 0-3, 1: 4-7".
+/// Returns the NUMA nodes with their CPUs: "0: 0-3, 1: 4-7".
 fn numa() -> Option<String> {
     let mut nodes: Vec<(usize, String)> = fs::read_dir("/sys/devices/system/node")
         .ok()?
@@ -438,8 +441,8 @@ fn probe_peer_pidfd() -> String {
 /// `SO_PEERPIDFD` (Linux 6.5), which libc does not define yet.
 const SO_PEERPIDFD: i32 = 77;
 
-/// A pidfd of the process at the other end of a unix socket. It refers to that process even if the process's pid was
-/// reused.
+/// Returns a pidfd of the process at the other end of a unix socket. It refers to that process even if the process's
+/// pid was reused.
 pub fn peer_pidfd(socket: &impl AsRawFd) -> Result<OwnedFd, std::io::Error> {
     let mut fd: i32 = -1;
     let mut length = std::mem::size_of::<i32>() as libc::socklen_t;

@@ -2,9 +2,9 @@
 //!
 //! A yield costs 0.4 us if no other thread wants the core, and lets a waiting rank run. If a thread that computes
 //! shares the core, a yield costs a time slice, 1 to 4 ms: the thread that yields is scheduled after the computing
-//! thread, but a thread that sleeps is scheduled before it when it wakes. No system call predicts the cost, but the
-//! yield itself shows it. After a long yield, there is a period in which waiting threads of this process sleep at once.
-//! The period grows as long as each new attempt is long again.
+//! thread, but a thread that slept is scheduled before the computing thread. No system call predicts the cost, but the
+//! yield itself shows it. After a long yield, there is a period in which waiting threads of this process sleep without
+//! yielding first. The period grows as long as each new yield is long again.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -57,12 +57,14 @@ impl Yielding {
     }
 }
 
-/// Decides how long waits for messages from other hosts yield, by how long the last ones took. A thread that yields and
-/// then sleeps all the same has kept its core busy, and starts later when it wakes: a message of 8 bytes over a link of
-/// 0.2 ms took 15 us longer after 200 us of yielding, and a pair of messages took twice the processor time.
+/// Decides how long waits for messages from other hosts yield, by how long the last waits took. A thread that yields
+/// and then sleeps all the same has kept its core busy, and starts later when it wakes. For example, a message of 8
+/// bytes over a link of 0.2 ms took 15 us longer after 200 us of yielding, and a pair of messages took twice the
+/// processor time.
 ///
-/// A wait counts as long from `FACTOR` times the most that it may yield. If the threads of both sides sleep, a wait takes
-/// 100 us longer than if both yield, and such a wait must not count as long, or both would always sleep.
+/// A wait counts as long if it takes at least `FACTOR` times the time for which it may yield. If the threads of both
+/// sides sleep, a wait takes 100 us longer than if both yield, and such a wait must not count as long, or both would
+/// always sleep.
 #[derive(Debug, Default)]
 pub struct Eagerness {
     /// How many waits in a row were long. Waiting threads write and read it (relaxed: a hint).
@@ -70,17 +72,17 @@ pub struct Eagerness {
 }
 
 impl Eagerness {
-    /// After this many such waits, threads yield only for `BRIEF`.
+    /// After this many long waits in a row, threads yield only for `BRIEF`.
     const MANY: u32 = 4;
     const BRIEF: Duration = Duration::from_micros(20);
     const FACTOR: u32 = 3;
 
-    /// How long the next wait yields: `most` or less.
+    /// Returns how long the next wait yields: `most` or less.
     pub fn budget(&self, most: Duration) -> Duration {
         if self.long.load(Ordering::Relaxed) >= Self::MANY { Self::BRIEF } else { most }
     }
 
-    /// Records that a wait has taken this long, which could have yielded for `most`.
+    /// Records how long a wait took that could have yielded for `most`.
     pub fn waited(&self, took: Duration, most: Duration) {
         let long = self.long.load(Ordering::Relaxed);
         let now = if took < most * Self::FACTOR { 0 } else { (long + 1).min(Self::MANY) };

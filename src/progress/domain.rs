@@ -29,20 +29,20 @@ pub trait Driven: Send + Sync {
     /// Checks deadlines, and whether peers have left. Called between sleeps, at least every 50 ms while something is
     /// pending.
     fn check_deadlines_and_peers(&self);
-    /// Number of operations that have not ended.
+    /// Returns the number of operations that have not ended.
     fn pending(&self) -> usize;
-    /// The word on which peers wake this rank; `None` if peers cannot wake it.
+    /// Returns the word on which peers wake this rank; `None` if peers cannot wake it.
     fn wake_address(&self) -> Option<WakeAddress<'_>>;
-    /// The domain of the rank to which this group belongs.
+    /// Returns the domain of the rank to which this group belongs.
     fn domain(&self) -> &Arc<Domain>;
-    /// The threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread does
-    /// this alone.
+    /// Returns the threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread
+    /// does this alone.
     fn helpers(&self) -> Option<Helpers> {
         None
     }
-    /// How long a waiting thread spins and yields.
+    /// Returns how long a waiting thread spins and yields.
     fn spin_policy(&self) -> SpinPolicy;
-    /// Called at the end of a wait that yielded without spinning: how long it took.
+    /// Called at the end of a wait that yielded without spinning, with the duration of that wait.
     fn waited(&self, took: Duration);
     /// Whether a lower rank was last seen waiting on the core on which this thread runs.
     fn shares_core(&self) -> bool;
@@ -62,7 +62,7 @@ pub struct SpinPolicy {
 }
 
 impl SpinPolicy {
-    /// The budgets for `ranks` ranks on one host, which together may use `cores` cores.
+    /// Returns the budgets for `ranks` ranks on one host, which together may use `cores` cores.
     pub fn for_ranks(ranks: usize, cores: usize) -> SpinPolicy {
         if ranks <= cores {
             SpinPolicy { spin: Duration::from_micros(3), yield_for: Duration::from_micros(200), own_cores: true }
@@ -71,15 +71,16 @@ impl SpinPolicy {
         }
     }
 
-    /// No spinning and no yielding, because another thread of this process must end the wait and may need this core.
+    /// Returns a policy without spinning and without yielding, because another thread of this process must end the wait
+    /// and may need this core.
     pub fn none() -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, own_cores: false }
     }
 }
 
 impl SpinPolicy {
-    /// The budgets of a wait for another host, which yields for this long. Another thread of this process may end such a
-    /// wait, too.
+    /// Returns the budgets of a wait for another host, which yields for this long. Another thread of this process may
+    /// end such a wait, too.
     pub fn yielding(yield_for: Duration) -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for, own_cores: false }
     }
@@ -166,7 +167,7 @@ const WAITS: usize = 1 << 16;
 static DOMAINS: PerProcess<Mutex<HashMap<u64, Arc<Domain>>>> = PerProcess::new();
 
 impl Domain {
-    /// The domain with this number. Number 0 belongs to the process; tests give each rank another number.
+    /// Returns the domain with this number. Number 0 belongs to the process; tests give each rank another number.
     pub fn numbered(number: u64) -> Arc<Domain> {
         Arc::clone(DOMAINS.get().lock().unwrap_or_else(PoisonError::into_inner).entry(number).or_default())
     }
@@ -190,7 +191,7 @@ impl Domain {
         self.groups.read().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// The groups that have pending operations.
+    /// Returns the groups that have pending operations.
     pub fn busy(&self) -> Vec<Arc<dyn Driven>> {
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         groups.iter().filter_map(Weak::upgrade).filter(|group| group.pending() > 0).collect()
@@ -206,7 +207,7 @@ impl Domain {
         self.pending.fetch_sub(operations, Ordering::Relaxed);
     }
 
-    /// Number of waits that have begun, modulo a power of two.
+    /// Returns the number of waits that have begun, modulo a power of two.
     pub(super) fn waits(&self) -> usize {
         self.drivers.load(Ordering::Relaxed) / WAITS
     }

@@ -36,7 +36,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const SHORT_NAP: Duration = Duration::from_millis(1);
 /// If nothing has advanced for this long, a waiting thread no longer reads the connections to other hosts itself.
 const LONG_WAIT: Duration = Duration::from_millis(30);
-/// A rest that ends sooner without a result has not slept.
+/// A rest that ends within this time without a result has not slept.
 const AT_ONCE: Duration = Duration::from_micros(50);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,9 +122,9 @@ fn drive_until(
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
             // If this thread itself reads the connections to other hosts (`rest`), no other thread has to read them and
-            // wake it. If another thread ends the operation before or during `rest`, or issues one in another group,
-            // this thread notices when `rest` returns. If nothing comes for long, it leaves the connections to the
-            // background thread, instead of waking up every millisecond.
+            // wake it. If another thread ends the operation before or during `rest`, or issues an operation in another
+            // group, this thread notices when `rest` returns. If nothing comes for long, this thread leaves the
+            // connections to the background thread, instead of waking up every millisecond.
             let rests = idle <= LONG_WAIT && group.domain().pending() == group.pending();
             match if rests { group.rest(pause.min(SHORT_NAP)) } else { Polled::Elsewhere } {
                 Polled::Advanced => (idle_since, idle) = (None, Duration::ZERO),
@@ -204,8 +204,8 @@ fn drive_others(group: &dyn Driven) -> bool {
 /// rank in a busy group or in `own`, when an operation is issued anywhere in the domain, or when `stop` may have become
 /// true. If this is a waiting thread (`own` is set), it is also woken when another thread ends an operation.
 fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: impl Fn() -> bool) {
-    // Must come first: if an operation is issued after this, it wakes the thread; if it was issued before, its group is
-    // in the list of busy groups.
+    // Must come first: an operation that is issued after this line wakes the thread, and the group of an operation that
+    // was issued before is in the list of busy groups.
     let work = Listening::new(&domain.work, 0);
     let ended = own.map(|_| Listening::new(&domain.ended, 0));
     let busy = domain.busy();
@@ -235,7 +235,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: 
     futex::wait(&words, pause);
 }
 
-/// Must be called after an operation was issued, if it did not end at once and its caller does not wait for it now.
+/// Must be called after an operation was issued, if it did not end immediately and its caller does not wait for it now.
 pub fn issued(domain: &Arc<Domain>) {
     start_progress(domain);
     roles::issued(&**domain);
@@ -267,13 +267,14 @@ pub fn stop(domain: &Domain) {
     domain.stopping.store(false, Ordering::Relaxed);
 }
 
-/// A thread that has just issued usually waits at once, so the progress thread sleeps this long before it takes over.
+/// A thread that has just issued an operation usually waits for it immediately, so the progress thread sleeps this long
+/// before it takes over.
 const GRACE: Duration = Duration::from_micros(50);
 /// The longest such sleep. It is used if the progress thread was woken again and again without being needed.
 const LONGEST_GRACE: Duration = Duration::from_micros(500);
 
-/// The progress thread of a domain. It drives while operations are pending and no thread waits, and ends when the
-/// domain stops.
+/// Runs the progress thread of a domain. The thread drives while operations are pending and no thread waits, and ends
+/// when the domain stops.
 fn progress(domain: &Arc<Domain>) {
     let mut grace = GRACE;
     let looked = Cell::new(Instant::now());

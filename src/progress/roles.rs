@@ -20,18 +20,19 @@ use crate::os::event_count::{Listening, WakeWords};
 /// The shared words of one rank. Reads and writes are relaxed; `fence` and the fences of `event_count` order them.
 pub trait Words {
     type Work: WakeWords;
-    /// Signalled for drivers and for the progress thread.
+    /// Returns the event count that is signalled for drivers and for the progress thread.
     fn work(&self) -> &Self::Work;
-    /// Number of operations of all groups that have not ended. Incremented before an operation is passed to its engine.
+    /// Returns the number of operations of all groups that have not ended. It is incremented before an operation is
+    /// passed to its engine.
     fn pending(&self) -> usize;
-    /// Number of threads that wait and therefore drive.
+    /// Returns the number of threads that wait and therefore drive.
     fn drivers(&self) -> usize;
     fn count_driver(&self, more: bool);
     /// Whether the progress thread must end, because the process ends.
     fn stopping(&self) -> bool;
 }
 
-/// Must be called after an operation was issued that did not end at once.
+/// Must be called after an operation was issued that did not end immediately.
 pub fn issued<W: Words>(words: &W) {
     event_count::announce(words.work(), 1);
 }

@@ -166,7 +166,7 @@ mod mode {
 
 #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod mode {
-    //! How to read and set the floating-point mode of this processor is not implemented, so the mode is left unchanged.
+    //! Reading and setting the floating-point mode is not implemented for this processor, so the mode stays unchanged.
     //! Miri has only one mode, and runs no assembly.
     pub type Register = ();
 

@@ -26,8 +26,8 @@ const LANES: usize = CELL / 8;
 /// Bits of a hash that are always zero, for a caller that stores something in the same word as the hash.
 pub const SPARE: u64 = 0xf;
 
-/// The keys of the first cell, and also by how much each key grows from cell to cell. They are odd numbers without a
-/// pattern (fractions of the square roots of primes, like in SHA-512).
+/// The keys of the first cell. From cell to cell, each key grows by twice this value. The values are odd numbers
+/// without a pattern (fractions of the square roots of primes, like in SHA-512).
 const KEYS: [u64; LANES] = [
     0x6a09_e667_f3bc_c909,
     0xbb67_ae85_84ca_a73b,

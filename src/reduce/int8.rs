@@ -76,8 +76,8 @@ pub fn largest(values: &[f32], places: &mut [i32]) -> Result<()> {
 }
 
 /// The magnitude of the `wanted`th largest element, and how many of the `wanted` largest elements have exactly that
-/// magnitude. Finds one digit after another by counting, the highest first, so memory is read three times, whatever the
-/// values are.
+/// magnitude. Finds the magnitude digit by digit, the highest first, by counting. So memory is read three times,
+/// whatever the values are.
 fn bound(values: &[f32], wanted: usize) -> (u32, usize) {
     const BITS: u32 = 11;
     let mut known = 0;
@@ -169,8 +169,8 @@ fn encode_block(values: &[f32], into: &mut [u8]) {
     let (scale, numbers) = into.split_at_mut(SCALE);
     let (numbers, missing) = numbers.split_at_mut(values.len());
     missing.fill(0);
-    // Magnitudes that are compared as integers have the same order, with infinity and then NaN at the end. Their
-    // maximum does not depend on the order of the elements.
+    // Magnitudes have the same order as integers and as floats, with infinity and then NaN at the end. Their maximum
+    // does not depend on the order of the elements.
     let mut most = 0;
     for value in values {
         most = most.max(value.to_bits() & MAGNITUDE);

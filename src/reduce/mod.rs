@@ -154,8 +154,8 @@ impl Kernel {
         self.element_size
     }
 
-    /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements. For
-    /// PREMUL_SUM, `factors` has one number for each source; otherwise it is not read.
+    /// Computes `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements.
+    /// For PREMUL_SUM, `factors` has one number for each source; otherwise it is not read.
     ///
     /// # Safety
     /// Every source must be readable and `dst` writable for `elements * element_size()` bytes, aligned or not. `dst`

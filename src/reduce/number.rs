@@ -98,7 +98,8 @@ pub trait Format {
     fn widen(stored: Self::Stored) -> Self::Number;
     fn narrow(number: Self::Number) -> Self::Stored;
 
-    /// The next two functions do the same for several elements. A format with a conversion instruction overrides them.
+    /// This function and the next one are `widen` and `narrow` for several elements. A format with a conversion
+    /// instruction overrides both.
     ///
     /// # Safety
     /// The processor must have the features of the instruction set to which the format belongs (`Isa`).

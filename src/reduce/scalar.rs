@@ -111,8 +111,8 @@ impl<N: Number + std::ops::Sub<Output = N>> Op<[N; 2]> for ComplexProduct {
 
 /// This many elements are kept in registers at a time, which is enough to have several loads of every source in flight.
 const BLOCK: usize = 64;
-/// The same for the elements after the last whole block. If fewer than this many are left, they are processed one by
-/// one.
+/// After the last whole block, this many elements are kept in registers at a time. If fewer are left, they are
+/// processed one by one.
 const PIECE: usize = 8;
 
 /// Runs the whole job.
@@ -164,8 +164,8 @@ unsafe fn fold_block<F: Format, O: Op<F::Number>, const N: usize>(job: &Job<'_>,
     unsafe { job.dst.cast::<F::Stored>().add(at).cast::<[F::Stored; N]>().write_unaligned(stored) };
 }
 
-/// `N` elements of one source, ready to be combined. This is not a closure, because a closure would not be inlined into
-/// the function for the instruction set, and its intrinsics would become calls.
+/// Reads `N` elements of one source and makes them ready to be combined. This is not a closure, because a closure would
+/// not be inlined into the function for the instruction set, and its intrinsics would become calls.
 ///
 /// # Safety
 /// As for `fold_block`, and `source` must be the index of a source.

@@ -1,5 +1,5 @@
-//! For x86_64 with AVX2 or AVX-512: compiles the loop of `scalar.rs` for wider vectors, and converts f16 by
-//! instructions.
+//! For x86_64 with AVX2 or AVX-512: compiles the loop of `scalar.rs` for wider vectors, and converts f16 with the
+//! processor's conversion instructions.
 
 use std::arch::x86_64::{
     _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_blendv_ps, _mm256_cmp_ps,

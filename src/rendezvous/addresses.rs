@@ -35,7 +35,7 @@ pub struct Addresses {
     /// Best first. Each way has at least one address, and its addresses are on different interfaces. Empty if the
     /// caller specifies none.
     pub ways: Vec<(Way, Vec<String>)>,
-    /// Why the rank has no address, as a text for the user. Empty if it has one or specifies none.
+    /// Why the rank has no address, as a text for the user. Empty if the rank has an address or specifies none.
     pub problem: String,
 }
 
@@ -74,7 +74,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// The code of `way` and the number `places`, for the caller, who knows its own addresses.
+    /// Returns the code of `way` and the number `places`, for the caller, who knows its own addresses.
     pub fn text(&self) -> String {
         format!("{} {}", self.way as u8, self.places)
     }
@@ -91,8 +91,8 @@ pub struct Rank<'a> {
     pub place: (&'a str, u64),
 }
 
-/// The first way in rank 0's list that all ranks have. None if a rank has listed no way. The error names a rank that
-/// has a problem, or ranks that have no common way, and says what to do.
+/// Returns the first way in rank 0's list that all ranks have. None if a rank has listed no way. The error names a rank
+/// that has a problem, or ranks that have no common way, and says what to do.
 pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
     let who = |rank: usize| format!("rank {rank} on host {}", ranks[rank].hostname);
     if let Some(rank) = ranks.iter().position(|rank| !rank.addresses.problem.is_empty()) {
@@ -136,7 +136,7 @@ pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
 mod tests {
     use super::*;
 
-    /// The choice for two ranks. If `apart`, they are on different hosts.
+    /// Returns the choice for two ranks. If `apart`, they are on different hosts.
     fn common(first: &str, second: &str, apart: bool) -> Result<Option<Network>, String> {
         let addresses = [first, second].map(|text| Addresses::parse(text).unwrap());
         let rank = |addresses, host| Rank { addresses, hostname: ["h1", "h2"][host], place: ("boot", host as u64) };

@@ -245,8 +245,8 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// The oldest of this rank's sets of known peers (`KnownPeers`) that has every rank of the group, all of them
-    /// alive.
+    /// Returns the oldest of this rank's sets of known peers (`KnownPeers`) that has every rank of the group, all of
+    /// them alive.
     fn group_peers(&self) -> Option<GroupPeers> {
         let place = |record: &Option<Record>, id: Nonce| {
             let known = &record.as_ref()?.body.as_ref()?.known;
@@ -260,8 +260,8 @@ impl Coordinator<'_, '_> {
     }
 
     /// Publishes that shared memory is impossible, and waits until every rank has confirmed this under its present
-    /// nonce, because the record that rules it out may come from an earlier incarnation. Returns false if a rank has a
-    /// new nonce.
+    /// nonce. The confirmation is needed because the record that rules out shared memory may come from an earlier
+    /// incarnation. Returns false if a rank has a new nonce.
     fn all_confirm(&mut self, id: Nonce, reason: &str) -> Result<bool> {
         self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
@@ -289,7 +289,7 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// The final decision for ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
+    /// Makes the final decision for ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
     fn decide_without_memory(&self, id: Nonce, reason: Reason, hosts: Option<Vec<usize>>) -> Result<Outcome> {
         one_delegate(&self.records)?; // the option also decides which engine serves a group over several hosts
         // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
@@ -316,9 +316,9 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// How the ranks reach each other if gloo or our own link connects them. None if another backend connects them, or
-    /// if a rank lists no addresses. If the ranks have no common `Way`, this fails with one text for all of them.
-    /// Otherwise each rank would later fail alone, or wait for the others until its timeout.
+    /// Returns how the ranks reach each other if gloo or our own link connects them. None if another backend connects
+    /// them, or if a rank lists no addresses. If the ranks have no common `Way`, fails with one text for all of them.
+    /// If this check were missing, each rank would later fail alone, or wait for the others until its timeout.
     fn network(&self, reason: &str) -> Result<Option<Network>> {
         let config = self.session.config;
         let bodies: Option<Vec<&Body>> =
@@ -333,7 +333,7 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// A rank's answer to decision `id` in the store. None if there is no answer yet.
+    /// Returns a rank's answer to decision `id` in the store. None if there is no answer yet.
     pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<Option<Reason>>> {
         let answer = self.session.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
         Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))
@@ -345,8 +345,8 @@ fn wish_of(body: &Body) -> Wish {
     Wish { threads: body.threads.most as usize, named: body.threads.named, cores }
 }
 
-/// The bodies of all records, if these ranks may share memory. Otherwise the reason why they may not, which names the
-/// first rank that differs from rank 0. Pure.
+/// Returns the bodies of all records, if these ranks may share memory. Otherwise the reason why they may not, which
+/// names the first rank that differs from rank 0. Pure.
 fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, String> {
     let own = records[0].as_ref().expect("rank 0 has its own record");
     let mut bodies: Vec<&Body> = Vec::new();
@@ -398,9 +398,9 @@ fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     }
 }
 
-/// The number of each rank's host, counted in the order of the ranks. Ranks of one machine that have different users or
-/// network namespaces count as ranks on different hosts. None if all ranks are on one host, or if something else keeps
-/// a rank from sharing memory, for instance another version, its own wish or an unknown boot id.
+/// Returns the number of each rank's host, counted in the order of the ranks. Ranks of one machine that have different
+/// users or network namespaces count as ranks on different hosts. None if all ranks are on one host, or if something
+/// else keeps a rank from sharing memory, for instance another version, its own wish or an unknown boot id.
 fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
     let own = records[0].as_ref()?;
     let mut seen: Vec<(&str, u32, u64)> = Vec::new();

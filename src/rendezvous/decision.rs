@@ -1,6 +1,6 @@
 //! The decision that a group's ranks make before the group is built: which engine serves it. It includes the resources
-//! that each rank has opened for that. If a decision is dropped before the group is built, the peers are notified that
-//! this rank leaves.
+//! that each rank has opened for that engine. If a decision is dropped before the group is built, the peers are
+//! notified that this rank leaves.
 //!
 //! If the ranks are on several hosts, the ranks of each host run a second rendezvous for the shared memory there. Then
 //! all ranks learn which hosts have shared memory.
@@ -142,7 +142,7 @@ impl Rendezvous {
         Ok(Rendezvous { config, decision, id, policy, network, host, alive })
     }
 
-    /// Why another backend must serve the whole group. None if the group needs no other backend.
+    /// Returns why another backend must serve the whole group. None if the group needs no other backend.
     pub fn delegate_reason(&self) -> Option<&str> {
         match &self.decision {
             Decision::Delegate(reason) => Some(reason),
@@ -155,7 +155,7 @@ impl Rendezvous {
         matches!(self.decision, Decision::Hosts(_))
     }
 
-    /// `id` as text, for keys in a store.
+    /// Returns `id` as text, for keys in a store.
     pub fn id(&self) -> String {
         self.id.iter().map(|byte| format!("{byte:02x}")).collect()
     }
@@ -274,7 +274,8 @@ impl Hosts {
     }
 }
 
-/// Which hosts can share memory. The first rank of each host publishes it in the store, and all ranks read it.
+/// Returns which hosts can share memory. The first rank of each host publishes this in the store, and all ranks read
+/// it.
 fn sharing_hosts(
     config: &Config,
     host_map: &HostMap,
@@ -326,9 +327,9 @@ fn sharing_hosts(
     Ok(shares)
 }
 
-/// This rank's own policy, if the ranks exchanged none. Its topology is removed, because each rank may have read a
-/// different one on its host. If topologies differed, the ranks would steer a vendor's library differently and wait for
-/// each other.
+/// Returns this rank's own policy, for a group whose ranks exchange none. Its topology is removed, because each rank
+/// may have read a different one on its host. If topologies differed, the ranks would steer a vendor's library
+/// differently and wait for each other.
 fn not_exchanged(config: &Config, own: Policy) -> Policy {
     if own.topology.is_some() && first_time("a topology that is not used") {
         log::warn!(
@@ -392,8 +393,8 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     Ok(policy)
 }
 
-/// The shape and policy that a group of `ranks` ranks would have if it were created now on this host and this process
-/// were rank 0.
+/// Returns the shape and policy that a group of `ranks` ranks would have if it were created now on this host and this
+/// process were rank 0.
 pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
     let policy = select::policy::decide((algorithm, "", true), ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
@@ -407,8 +408,8 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
     }
 }
 
-/// The layout of the segment for a group whose ranks have `threads` threads each, if `headroom` bytes of memory are
-/// free. If there is none, the reason.
+/// Returns the layout of the segment for a group whose ranks have `threads` threads each, if `headroom` bytes of memory
+/// are free. If there is none, the reason.
 fn layout_within(ranks: usize, threads: usize, headroom: usize) -> std::result::Result<Layout, String> {
     if ranks > MAX_RANKS {
         return Err(too_many(ranks));

@@ -94,7 +94,7 @@ pub struct Body {
 }
 
 impl Body {
-    /// The fields of this record from which rank 0 chooses the addresses of the group.
+    /// Returns the fields of this record from which rank 0 chooses the addresses of the group.
     pub fn reached(&self) -> Rank<'_> {
         let Identity { boot_id, netns, hostname, .. } = &self.identity;
         Rank { addresses: &self.addresses, hostname, place: (boot_id, *netns) }
@@ -197,8 +197,8 @@ pub struct DecisionMessage {
 }
 
 impl DecisionMessage {
-    /// `Hosts`: the number of each rank's host. In a message that was read, there is one number per rank, counted from
-    /// 0 in the order of the ranks, and at least two hosts.
+    /// Returns the number of each rank's host, for `Hosts`. In a message that was read, there is one number per rank,
+    /// counted from 0 in the order of the ranks, and at least two hosts.
     pub fn hosts(&self) -> Vec<usize> {
         self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect()
     }
@@ -268,7 +268,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// A call of the system failed; `text` shows its error.
+    /// Makes the reason for a failed system call. `text` shows its error.
     pub fn of(error: &io::Error, text: String) -> Reason {
         if unix_socket::is_out_of_files(error) { Reason::OpenFiles(text) } else { Reason::Other(text) }
     }
@@ -331,7 +331,7 @@ impl Hello {
 }
 
 /// Rank 0's reply to a hello, sent with descriptors. The first part has the descriptor of the memory. Every part has
-/// the descriptors of the processes of the ranks in `process_of`, in that order. An offer is `parts` messages.
+/// the descriptors of the processes of the ranks in `process_of`, in that order. An offer consists of `parts` messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
     pub id: Nonce,

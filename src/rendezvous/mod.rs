@@ -12,11 +12,12 @@
 //!    decision when a nonce has changed.
 //! 3. Sharing is proven, never inferred. The other ranks connect, receive the memory's descriptor, find rank 0's nonce
 //!    in the first page and write theirs into it. After rank 0 has read all nonces, it sends "go". Any failure before
-//!    that becomes the reason why shared memory is impossible, which all ranks confirm; then a delegate serves them. A
-//!    rank populates the memory that every group uses before it writes its nonce, and therefore before any rank has the
-//!    group.
-//! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). If all ranks name the same, the
-//!    decision says so. Then only the memory's descriptor is sent, and the connections are closed afterwards.
+//!    that becomes the reason why shared memory is impossible. All ranks confirm this, and then a delegate serves them.
+//!    Before a rank writes its nonce, and therefore before any rank has the group, it populates the memory that every
+//!    group uses.
+//! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). If all ranks name the same known
+//!    peers, the decision says so. Then only the memory's descriptor is sent, and the connections are closed
+//!    afterwards.
 //!
 //! A rank that waits for a decision sleeps on a mailbox whose name is in its record. Rank 0 also posts every decision
 //! there, so that ranks on its host do not have to poll the store at short intervals. If all ranks have a mailbox, the
@@ -24,8 +25,9 @@
 //! by itself: both must name this rank's nonce, which only readers of the store know.
 //!
 //! The keys `r/`, `a/`, `verdict` and `waits` stay after the group has ended: two for each rank and two more, all
-//! small, under a prefix that only this group has. A later attempt may use the same names, and deleting its keys would
-//! stop that attempt. Keys with an attempt's id in their names (`inside/`, `hosts/`) are removed (`Hosts::keys`).
+//! small, under a prefix that only this group has. They are not deleted, because a later attempt may use the same
+//! names, and would stop if its keys disappeared. Keys with an attempt's id in their names (`inside/`, `hosts/`) are
+//! removed (`Hosts::keys`).
 //!
 //! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` is the other ranks' part. `decision.rs` has the
 //! result: one decision, equal on all ranks, and the resources that this rank has opened for it. No rank has a group
@@ -109,7 +111,7 @@ pub enum Outcome {
     },
 }
 
-/// Bytes at the start of a segment, in which the ranks prove that they map the same memory.
+/// Returns the number of bytes at the start of a segment in which the ranks prove that they map the same memory.
 pub fn hello_bytes(ranks: usize) -> usize {
     (ranks * HELLO_STRIDE).next_multiple_of(4096)
 }
@@ -324,7 +326,7 @@ impl<'a> Backoff<'a> {
     }
 }
 
-/// A rank's words in the segment's hello area.
+/// Returns a rank's words in the segment's hello area.
 #[allow(unsafe_code)] // takes references into the mapped memory
 fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
     let base = segment.ptr(rank * HELLO_STRIDE, 32).cast::<u64>();

@@ -68,9 +68,9 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
     }
 }
 
-/// The latest decision that names this rank: the last one in the mailbox or, if the mailbox has none, the one in the
-/// store. If this rank finds an older decision in the store, it answers that decision, and later the newer one once
-/// more.
+/// Returns the latest decision that names this rank: the last one in the mailbox or, if the mailbox has none, the one
+/// in the store. If this rank finds an older decision in the store, it answers that decision, and later also the newer
+/// one.
 fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
     // Rank 0 sends fewer mails than this. If a stranger floods the mailbox, this rank only sleeps less.
     const MOST: usize = 16;
@@ -132,7 +132,7 @@ fn timeout(session: &Session) -> Error {
     Error::timeout(laid_out(&head, &[records], "Check that rank 0 is running and uses the same store"))
 }
 
-/// The next message from rank 0. `None` if rank 0 has closed the connection.
+/// Waits for the next message from rank 0. Returns `None` if rank 0 has closed the connection.
 fn next_message(session: &mut Session, socket: &OwnedFd) -> Result<io::Result<Option<unix_socket::Message>>> {
     loop {
         match unix_socket::receive(socket) {
@@ -157,8 +157,8 @@ struct Accepted {
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 
-/// The known peers that the decision names. `Ok(None)` if the ranks meet for the first time. Fails if this rank does
-/// not have the known peers that are named.
+/// Returns the known peers that the decision names. `Ok(None)` if the ranks meet for the first time. Fails if this rank
+/// does not have the known peers that are named.
 fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<GroupPeers>, String> {
     if places.is_empty() {
         return Ok(None);
@@ -307,7 +307,8 @@ fn accept(
     Ok(Accepted { peers: peers.collect(), segment, local_cores, threads })
 }
 
-/// The pid in this process's pid namespace. 0 if the other process is in a namespace that this process cannot see.
+/// Returns the pid of another process in this process's pid namespace. 0 if the other process is in a namespace that
+/// this process cannot see.
 fn pid_of(pidfd: &OwnedFd) -> i32 {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
     let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
@@ -337,7 +338,7 @@ fn await_go(
         }
         other => {
             // Rank 0 may have sent "go" just before. Then the other ranks have a group that includes this rank, and
-            // learn here that it left.
+            // this call tells them that this rank left.
             if let Some(layout) = Layout::of_total(session.config.size, accepted.segment.len()) {
                 Area::new(Arc::new(accepted.segment), layout, session.config.rank).leave();
             }

@@ -82,8 +82,8 @@ impl KnownPeers {
         Ok(known_peers)
     }
 
-    /// The known peers that this process can name in its record, the oldest first. If several entries have the same id,
-    /// their ranks are threads of this process, which cannot tell them apart. Such entries are left out.
+    /// Returns the known peers that this process can name in its record, the oldest first. If several entries have the
+    /// same id, their ranks are threads of this process, which cannot tell them apart. Such entries are left out.
     pub fn known() -> Vec<Arc<KnownPeers>> {
         let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         let held: Vec<Arc<KnownPeers>> = known.iter().filter_map(Weak::upgrade).collect();
@@ -129,7 +129,7 @@ pub struct GroupPeers {
 }
 
 impl GroupPeers {
-    /// `None` if `places` cannot belong to the ranks of a group in which this process is `rank`.
+    /// Returns `None` if `places` cannot belong to the ranks of a group in which this process is `rank`.
     pub fn new(known_peers: &Arc<KnownPeers>, places: Vec<usize>, rank: usize) -> Option<GroupPeers> {
         let each = places.iter().enumerate();
         let fit = each.clone().all(|(at, place)| *place < known_peers.processes.len() && !places[..at].contains(place));
@@ -137,7 +137,7 @@ impl GroupPeers {
             .then(|| GroupPeers { known_peers: Arc::clone(known_peers), places })
     }
 
-    /// A group of all processes that have just met.
+    /// Makes a group of all processes that have just met.
     pub fn of_all(known_peers: Arc<KnownPeers>) -> GroupPeers {
         let places = (0..known_peers.processes.len()).collect();
         GroupPeers { known_peers, places }
@@ -155,8 +155,8 @@ impl GroupPeers {
         &self.known_peers.processes[self.places[rank]]
     }
 
-    /// False only if it is known that `rank` is not the process `pid`. Pid 0 means that the process cannot be seen from
-    /// here.
+    /// Returns false only if it is known that `rank` is not the process `pid`. Pid 0 means that the process cannot be
+    /// seen from here.
     pub fn may_be(&self, rank: usize, pid: i32) -> bool {
         let known = self.peer(rank).pid;
         known == pid || known == 0 || pid == 0

@@ -50,13 +50,13 @@ impl Serving {
         self.participants[1..].iter().all(Option::is_some)
     }
 
-    /// The ranks that have not signed the memory yet.
+    /// Returns the ranks that have not signed the memory yet.
     fn unfinished(&self) -> Vec<usize> {
         let signed = |rank: &usize| self.participants[*rank].as_ref().is_some_and(|participant| participant.mapped);
         (1..self.participants.len()).filter(|rank| !signed(rank)).collect()
     }
 
-    /// The sockets on which rank 0 waits: the listener, connections that have not identified themselves, and
+    /// Returns the sockets on which rank 0 waits: the listener, connections that have not identified themselves, and
     /// connections of ranks that have not mapped the memory.
     fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
         let open = self.participants.iter().flatten().filter(|participant| !participant.mapped);
@@ -112,8 +112,8 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// One pass over the connections: sends the memory to ranks that have connected, and reads their answers. The error
-    /// is a reason not to share memory.
+    /// Makes one pass over the connections: sends the memory to ranks that have connected, and reads their answers. The
+    /// error is a reason not to share memory.
     fn serve(&mut self, id: Nonce, to_share: &MemoryToShare, serving: &mut Serving) -> std::result::Result<(), Reason> {
         self.welcome((id, to_share.group_peers.as_ref()), serving)?;
         // Ranks that meet for the first time receive the descriptors of all other processes, so all must have
@@ -188,9 +188,9 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// The rank at the other end. None if the user differs: then this is not the rank, but another process that has
-    /// read the nonce in the store. If the user or the namespaces of a rank prevent sharing, the rank itself finds that
-    /// before it sends its hello, and answers why.
+    /// Returns the participant at the other end. None if the user differs: then the process is not the rank, but
+    /// another one that has read the nonce in the store. If the user or the namespaces of a rank prevent sharing, the
+    /// rank itself detects that before it sends its hello, and answers why.
     fn participant(
         &self,
         rank: usize,
@@ -320,8 +320,8 @@ fn hostname(record: &Option<Record>) -> String {
         .map_or_else(String::new, |body| body.identity.hostname.clone())
 }
 
-/// The ranks for which all others wait, and a text that says what is missing. Leaves out ranks that have connected and
-/// wait for the rest, and ranks whose own deadline has just passed.
+/// Returns the ranks for which all others wait, and a text that says what is missing. Leaves out ranks that have
+/// connected and wait for the rest, and ranks whose own deadline has just passed.
 fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
     let others = 1..participants.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
@@ -336,8 +336,8 @@ fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize
     (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
 }
 
-/// Reads the participants' answers: "mapped", or why they cannot. A rank whose connection was closed counts as missing
-/// again.
+/// Reads the participants' answers: "mapped", or why they cannot map the memory. A rank whose connection was closed
+/// counts as missing again.
 fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), Reason> {
     for place in participants.iter_mut() {
         let Some(participant) = place.as_mut().filter(|participant| !participant.mapped) else { continue };
@@ -357,7 +357,7 @@ fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Res
     Ok(())
 }
 
-/// The messages of one offer, each with its descriptors.
+/// Returns the messages of one offer, each with its descriptors.
 fn offers<'f>(
     id: Nonce,
     to_share: &'f MemoryToShare,

@@ -58,7 +58,7 @@ fn connected(kind: i32, name: &[u8]) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// An address in the abstract namespace: a zero byte, then the name.
+/// Returns an address in the abstract namespace: a zero byte, then the name.
 fn abstract_address(name: &[u8]) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
     // SAFETY: all zero bytes are a valid sockaddr_un.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
@@ -85,7 +85,8 @@ pub fn connect(name: &[u8]) -> io::Result<OwnedFd> {
     connected(libc::SOCK_SEQPACKET, name)
 }
 
-/// A socket that receives messages, without a connection, from any process of this host that knows its name.
+/// Makes a socket that receives messages, without a connection, from any process of this host that knows the socket's
+/// name.
 pub fn mailbox(name: &[u8]) -> io::Result<OwnedFd> {
     bound(libc::SOCK_DGRAM, name)
 }
@@ -111,8 +112,8 @@ pub fn accept(listener: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// User and pid of the process that has connected or listens. The pid is 0 if that process is in a pid namespace that
-/// this process cannot see.
+/// Returns the user and pid of the process at the other end, which has connected or listens. The pid is 0 if that
+/// process is in a pid namespace that this process cannot see.
 pub fn peer(socket: &OwnedFd) -> io::Result<(u32, i32)> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = std::mem::size_of::<libc::ucred>() as libc::socklen_t;
@@ -174,7 +175,7 @@ pub fn send(socket: &OwnedFd, message: &[u8], descriptors: &[BorrowedFd<'_>]) ->
     }
 }
 
-/// The length of the next message, which stays in the queue.
+/// Returns the length of the next message, which stays in the queue.
 fn next_length(socket: &OwnedFd) -> io::Result<usize> {
     let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
     // SAFETY: nothing is written to a buffer of length 0.

@@ -3,21 +3,21 @@
 //! stronger source decides (`inter`), and `torch-sagellm simulate` prints it.
 //!
 //! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta`, over the network or
-//! inside the host, whichever is longer, plus `gamma` for every byte that it combines. Long messages count as two
-//! (`Link::short_bytes`). Ranks of one host share the
-//! host's network link, so their bytes add up. Inside a host every rank has its own link. Ranks are numbered host by
-//! host. Links carry data in both directions at the same time. In the model all ranks start a step together. Real ranks
-//! drift, so a pipeline may be a little faster than predicted. If a machine has fewer cores than ranks, it is slower.
+//! inside the host, whichever is longer, plus `gamma` for every byte that this rank combines. Long messages count as
+//! two (`Link::short_bytes`). Ranks of one host share the host's network link, so their bytes add up. Inside a host
+//! every rank has its own link. Ranks are numbered host by host. Links carry data in both directions at the same time.
+//! In the model all ranks start a step together. Real ranks drift, so a pipeline may be a little faster than predicted.
+//! A machine with fewer cores than ranks is slower than predicted.
 //!
-//! This file also computes hierarchical all_reduces, for `torch-sagellm simulate`. The ranks of a host reduce to
-//! leaders, the leaders exchange with other hosts' leaders, and the result is distributed inside the host. The data is
-//! cut into segments, so that these three phases overlap.
+//! This file also computes the cost of hierarchical all_reduces, for `torch-sagellm simulate`. The ranks of a host
+//! reduce to leaders, the leaders exchange with other hosts' leaders, and the result is distributed inside the host.
+//! The data is cut into segments, so that these three phases overlap.
 //!
 //! Inside a host the cost is that of direct exchange, because in shared memory every rank reads the others' data. If
 //! there is one leader per host, the phases are reduce, all_reduce between leaders, broadcast. If every rank is a
 //! leader, they are reduce_scatter, exchange of each rank's share, all_gather; then the leaders share the host's link.
 //! Segments pass through the phases as a pipeline, so the slowest phase counts once for each segment and the others
-//! count only once. The model treats every host as if it had as many ranks as the largest one.
+//! count only once. The model treats every host as if it had as many ranks as the largest host.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -96,8 +96,8 @@ impl Priced {
         Priced { schedule, steps }
     }
 
-    /// Predicted seconds. `bytes` is the size of the vector for all_reduce, broadcast and reduce; of all blocks
-    /// together for all_gather, reduce_scatter, gather and scatter; and of one rank's data for all_to_all.
+    /// Returns the predicted seconds. `bytes` is the size of the vector for all_reduce, broadcast and reduce; of all
+    /// blocks together for all_gather, reduce_scatter, gather and scatter; and of one rank's data for all_to_all.
     pub fn seconds(&self, bytes: f64, model: &Model) -> f64 {
         let parts = if self.schedule.kind == Kind::AllToAll { self.schedule.ranks } else { self.schedule.parts() };
         let part = if parts == 0 { 0.0 } else { bytes / parts as f64 };
@@ -160,7 +160,7 @@ fn host_loads(s: &Schedule, host: usize, ranks_per_host: usize, k: usize) -> Vec
     loads
 }
 
-/// Returns the numbers of messages and of parts inside the host, and then the same numbers to other hosts.
+/// Returns the numbers of messages and of parts inside the host, and then those to or from other hosts.
 fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) -> (usize, usize, usize, usize) {
     transfers.fold(
         (0, 0, 0, 0),

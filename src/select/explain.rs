@@ -35,7 +35,7 @@ pub struct Explanation {
     pub past: Option<Past>,
     /// Predicted time of the choice. 0 if the model cannot predict it.
     pub predicted_ns: u64,
-    /// The model's time, scaled to measured times of such calls. None for a call that was made, or if too few were
+    /// The model's time, scaled to measured times of such calls. None for a past call, or if too few such calls were
     /// measured.
     pub scaled: Option<Scaled>,
     /// Measured time of the choice. None if the table has no line for this size.
@@ -305,7 +305,7 @@ pub fn table(shape: &GroupShape, policy: &Policy) -> Table {
     Table { note: policy.note.clone(), rules, rows: rows.collect() }
 }
 
-/// The ranges of sizes in each of which the choice is the same, in order, starting with 0.
+/// Returns the ranges of sizes within which the choice stays the same, in order, starting with 0.
 fn ranges(kind: Kind, shape: &GroupShape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
     let mut begins = vec![0];
     let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];

@@ -1,6 +1,6 @@
 //! Makes the choice between hosts: the schedule that the hosts' leaders run, the number of leaders, and the segments
-//! into which a large operation is cut so that it overlaps with the work inside the hosts. Pure, total, and equal on
-//! every rank.
+//! into which a large operation is cut so that the exchange overlaps with the work inside the hosts. Pure, total, and
+//! equal on every rank.
 //!
 //! The sources that decide, from strong to weak: strict mode; the user's rules; the table; the start rules, if the user
 //! has set a topology or turned off the link measurement; one fixed order for small sums of floats; the cost model, if
@@ -15,15 +15,15 @@ use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
-/// The measured latency and bandwidth between two hosts. The ranks agree on them before they use them. Zeros mean that
-/// they were not measured.
+/// The measured latency and bandwidth between two hosts. The ranks agree on these values before they use them. Zeros
+/// mean that the link was not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkFacts {
     /// Nanoseconds until an empty message has arrived.
     pub alpha_ns: u64,
     pub beta_ps_per_byte: u64,
-    /// Nanoseconds that each further message of the same step adds. 0 if nothing was found, and if it was not measured,
-    /// because there are only two hosts or the latency is long.
+    /// Nanoseconds that each further message of the same step adds. 0 if the measurement found no such time, or if
+    /// there was no measurement because there are only two hosts or the latency is long.
     pub message_ns: u64,
 }
 
@@ -80,26 +80,26 @@ impl HostsChoice {
     }
 }
 
-/// Above this size, an operation other than an all_reduce is split over all ranks of a host, if its kind can be
+/// Above this size, an operation other than an all_reduce is split over all ranks of a host, if its kind can be split
 /// (`leaders`).
 const LARGE: u64 = 1 << 20;
 /// Up to this size an operation may be fused and is never cut. It has one leader, because a second one would cost more
 /// messages than it saves.
 pub const SMALL: u64 = 64 << 10;
-/// A limit in nanoseconds for what is assumed instead of measured (`overhead_ns`), and for what counts when the size of
-/// segments is chosen.
+/// The largest overhead of a message, in nanoseconds, that is assumed instead of measured (`overhead_ns`), and that
+/// counts when the size of segments is chosen.
 const MOST_OVERHEAD_NS: u64 = 20_000;
 /// The largest message that is sent together with its header.
 pub const SHORT_BYTES: usize = (16 << 10) - 56;
 /// Segment size in bytes if the link was not measured. `LEAST_SEGMENT`: the smallest segment size if it was.
-/// `LEAST_ALONE`: the same if no ranks share a host. Then there is no work inside a host that could overlap with the
-/// exchange, and smaller segments only cost more messages (docs/internals/benchmarks.md).
+/// `LEAST_ALONE`: the smallest segment size if, in addition, no ranks share a host. Then there is no work inside a host
+/// that could overlap with the exchange, and smaller segments only cost more messages (docs/internals/benchmarks.md).
 const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
 const LEAST_ALONE: f64 = 2048.0 * 1024.0;
 /// Nanoseconds per byte for the work inside a host that overlaps with the exchange (docs/internals/benchmarks.md).
 const INSIDE_NS: f64 = 0.05;
-/// Nanoseconds per byte that a rank combines, and receives into a buffer for that (docs/internals/choosing.md).
+/// Nanoseconds per byte that a rank receives into a buffer and combines (docs/internals/choosing.md).
 const COMBINE_NS: f64 = 0.1;
 /// If there are at most this many hosts, the costs of all schedules are computed in advance.
 const MOST_PRICED: usize = 1024;
@@ -179,9 +179,9 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     choice
 }
 
-/// The choice if no rule and no table line names a schedule: the schedule, the reason, and the predicted time or 0.
-/// Strict mode is ignored here. If the user has set a topology, all ranks decide by rank 0's topology and ignore the
-/// measured link. If the link measurement is turned off, the start rules decide.
+/// Returns the choice if no rule and no table line names a schedule: the schedule, the reason, and the predicted time
+/// or 0. Strict mode is ignored here. If the user has set a topology, all ranks decide by rank 0's topology and ignore
+/// the measured link. If the link measurement is turned off, the start rules decide.
 pub(crate) fn without_rules(
     desc: OpDesc,
     batched: bool,
@@ -207,8 +207,8 @@ pub(crate) fn without_rules(
     (algorithm, reason, predicted(algorithm))
 }
 
-/// The start rules for an operation or a batch. A small sum of floats counts as small even in a large batch, because it
-/// must be added in the same order when it is alone and in every batch (rule 18).
+/// The start rules for an operation or a batch. A small sum of floats counts as small even in a large batch, because
+/// its order of summation must be the same alone and in every batch (rule 18).
 fn by_start_rules(
     desc: OpDesc,
     batched: bool,
@@ -313,9 +313,9 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// The default number of leaders: a large operation is split over all ranks of a host, which fill the link with several
-/// connections. For kinds other than all_reduce, the limit was measured on hosts that have a core for each rank
-/// (docs/internals/benchmarks.md).
+/// Returns the default number of leaders. A large operation is split over all ranks of a host, which fill the link with
+/// several connections. For kinds other than all_reduce, the size above which an operation counts as large was measured
+/// on hosts that have a core for each rank (docs/internals/benchmarks.md).
 fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
     let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };
     if exchanged(desc, hosts) > border { possible_leaders(desc.kind, u8::MAX, hosts) } else { 1 }
@@ -333,8 +333,8 @@ fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     }
 }
 
-/// The segment size at which the cost of one more message equals the time saved by a shorter first and last segment. A
-/// power of two, at least `LEAST_SEGMENT` or `LEAST_ALONE`.
+/// Returns the segment size at which the cost of one more message equals the time saved by a shorter first and last
+/// segment. A power of two, at least `LEAST_SEGMENT` or `LEAST_ALONE`.
 fn segment(bytes: u64, hosts: &Hosts) -> usize {
     if !hosts.link.known() {
         return SEGMENT;

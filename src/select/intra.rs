@@ -1,4 +1,4 @@
-//! Makes the choice inside one host: one exchange of slots, or rounds through the stage, and then the chunk size.
+//! Makes the choice inside one host: one exchange of slots, or rounds through the stage and their chunk size.
 //!
 //! If nothing was measured on this machine, `explain` compares algorithms by predicted times:
 //! time = call + exchanges + rounds x cost per round + bytes of the busiest rank x time per byte x ranks per core
@@ -32,8 +32,8 @@ const CACHED_NS: f64 = 0.021;
 /// Time per byte through the stage, for a tensor that is read from memory.
 const MEMORY_NS: f64 = 0.037;
 
-/// The choice for one operation. Every operation gets a choice. Inside one host (`shape.hosts` is 1), a collective of
-/// at least two ranks gets `Slots`, or `Rounds` that fit into the stage.
+/// Makes the choice for one operation. Every operation gets a choice. Inside one host (`shape.hosts` is 1), a
+/// collective of at least two ranks gets `Slots`, or `Rounds` that fit into the stage.
 pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     if desc.kind.is_p2p() {
         return Choice::MESSAGE;
@@ -79,7 +79,7 @@ pub(crate) fn possible(way: AlgorithmChoice, desc: OpDesc, shape: &GroupShape) -
         AlgorithmChoice::Rounds { chunk } if desc.kind != Kind::Barrier => {
             Some(Path::Rounds { chunk: fitting(chunk, shape) })
         }
-        _ => None, // algorithms between hosts do not run inside one
+        _ => None, // algorithms between hosts do not run inside a host
     }
 }
 
@@ -99,8 +99,8 @@ pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
 
 /// The defaults, measured with two ranks on two cores (docs/internals/benchmarks.md). If the tensor stays in the
 /// last-level cache, there are as few rounds as the buffers allow. If it is larger, chunks are smaller. If ranks share
-/// cores, there are as few rounds as possible, because every round costs context switches. The same holds if a rank has
-/// several threads, because each of them copies a part of each round.
+/// cores, there are as few rounds as possible, because every round costs context switches. There are also as few rounds
+/// as possible if a rank has several threads, because each of them copies a part of each round.
 pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
     match desc.kind {
@@ -139,16 +139,16 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
     (CALL_NS + time) as u64
 }
 
-/// Nanoseconds per byte. Up to an eighth of the last-level cache this is the cached time, because several buffers are
-/// used in turn; above half of it, the memory time; in between, it is interpolated.
+/// Nanoseconds per byte. Up to an eighth of the last-level cache, this is the time for cached data, because several
+/// buffers are used in turn. Above half of the cache it is the time for memory; in between it is interpolated.
 fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
     let (low, high) = (cache_bytes as f64 / 8.0, cache_bytes as f64 / 2.0);
     let at = ((bytes as f64 - low) / (high - low).max(1.0)).clamp(0.0, 1.0);
     CACHED_NS + (MEMORY_NS - CACHED_NS) * at
 }
 
-/// A factor for a large stage, which does not stay in the cache while a tensor streams from memory. Measurements show
-/// that small chunks are faster there; the factor 1.1 is an assumption.
+/// Returns a factor for a large stage, which does not stay in the cache while a tensor streams from memory.
+/// Measurements show that small chunks are faster there; the factor 1.1 is an assumption.
 fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
     let alone = shape.threads < 2 && !shape.oversubscribed();
     if bytes > out_of_cache(cache_bytes) && alone && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }

@@ -250,7 +250,7 @@ impl OpDesc {
         OpDesc { kind, bytes: load & ((1 << 56) - 1), class }
     }
 
-    /// Several operations of one kind described as one.
+    /// Describes several operations of one kind as one.
     pub fn together(all: impl IntoIterator<Item = OpDesc>) -> Option<OpDesc> {
         all.into_iter().reduce(|all, one| OpDesc {
             bytes: all.bytes.saturating_add(one.bytes),
@@ -309,7 +309,7 @@ pub fn slot_payload(request: &Request, ranks: usize) -> usize {
     }
 }
 
-/// Bytes of one block in a round of `chunk` bytes. If a kind has a block for every peer, the chunk is divided.
+/// Bytes of one block in a round of `chunk` bytes. If a kind has a block for every peer, the blocks share the chunk.
 pub fn unit(kind: Kind, ranks: usize, chunk: usize) -> usize {
     match kind {
         Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => (chunk / ranks.max(1) / 64 * 64).max(64),

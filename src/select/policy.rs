@@ -26,7 +26,8 @@ pub const RULES_VARIABLE: &str = "SAGELLM_ALGORITHM";
 pub struct Policy {
     pub rules: Rules,
     pub table: Option<Table>,
-    /// The user's description of the machines. If it is set and no rule and no table line decides, the start rules do.
+    /// The user's description of the machines. If it is set and no rule and no table line decides, the start rules
+    /// decide.
     pub topology: Option<Topology>,
     /// Whether the link between hosts is measured. If not, the start rules decide, as they do with a `topology`.
     pub measure_link: bool,
@@ -105,9 +106,9 @@ impl Policy {
     }
 }
 
-/// This rank's own policy: the user's rules (option `algorithm`, then the environment), topology (option `topology`),
-/// whether the link is measured, and on rank 0 (`leads`) the table and the cache size of this machine. The other ranks'
-/// policies are only compared with rank 0's, so these ranks read no file.
+/// Makes this rank's own policy: the user's rules (option `algorithm`, then the environment), topology (option
+/// `topology`), whether the link is measured, and on rank 0 (`leads`) the table and the cache size of this machine. The
+/// other ranks' policies are only compared with rank 0's, so these ranks read no file.
 pub fn decide(
     (algorithm, topology, measure_link): (&str, &str, bool),
     ranks: usize,

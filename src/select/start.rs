@@ -4,11 +4,11 @@
 //! - below [`LARGE`] bytes the number of steps dominates: recursive doubling, or a tree if NVLink joins all devices;
 //! - from that size on the number of bytes dominates: a ring. If the number of ranks is not a power of two, the ring is
 //!   used from [`MIDDLE`] on, because recursive doubling sends the data of the extra ranks once more;
-//! - if hosts have several ranks each, `hierarchical`: first the ranks of each host combine, then the hosts by the two
-//!   rules above.
+//! - if hosts have several ranks each, `hierarchical`: first the ranks of each host combine, then the hosts combine by
+//!   the two rules above.
 //!
-//! Pure. Three places use them: `inter` for groups over several hosts, the plugin that a vendor's library calls
-//! (`tuner.rs` in `engine/device`), and `select_all_reduce_algorithm` of the Python package.
+//! Pure. Three places use the start rules: `inter` for groups over several hosts, the plugin that a vendor's library
+//! calls (`tuner.rs` in `engine/device`), and `select_all_reduce_algorithm` of the Python package.
 
 use std::fmt;
 
@@ -26,10 +26,10 @@ pub const HIERARCHICAL: &str = "hierarchical";
 /// Name of trees in rules and answers.
 pub const TREE: &str = "tree";
 
-/// The user's description of a group's machines. Rank 0's applies to the whole group (`policy`).
+/// The user's description of a group's machines. Rank 0's description applies to the whole group (`policy`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology {
-    /// The number of hosts on which the ranks are. A group that knows its own hosts uses those instead.
+    /// The number of hosts on which the ranks are. A group that knows its own hosts ignores this number.
     pub hosts: usize,
     /// Whether NVLink joins every pair of the ranks' devices.
     pub full_nvlink: bool,

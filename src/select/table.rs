@@ -15,8 +15,8 @@
 //! ```
 //!
 //! A line is a rule, the median time of the rule's algorithm, and the median time of the default at the same size. The
-//! sum covers everything above it. A file with any other contents is refused with a reason, because a table decides how
-//! every operation runs.
+//! last line is a checksum of everything above it. A file with any other contents is refused with a reason, because a
+//! table decides how every operation runs.
 
 use std::fmt::Write as _;
 use std::io;

@@ -1,6 +1,6 @@
 //! Counts times in buckets: 16 buckets for single values, then for each power of two 8 buckets of equal width. So the
-//! width of a bucket is at most an eighth of the values in it, and the error of any quantile is at most that. Uses
-//! fixed memory, and one addition per value.
+//! width of a bucket is at most an eighth of the values in it, and the relative error of any quantile is at most an
+//! eighth. Uses fixed memory, and one addition per value.
 //!
 //! Source: the log-linear layout of HdrHistogram.
 

@@ -46,7 +46,7 @@ pub struct Record {
     /// The root, or the peer of a message.
     pub root: u32,
     pub tag: u32,
-    /// The rank for which it waited, or `NOBODY`.
+    /// The rank for which the operation waited, or `NOBODY`.
     pub late: u32,
     /// Bytes that this rank's call reads. `written`: bytes that the call writes.
     pub read: u64,
@@ -146,7 +146,7 @@ impl Record {
         self.read.max(self.written)
     }
 
-    /// The rank for which it waited, if any.
+    /// The rank for which the operation waited, if any.
     pub fn late(&self) -> Option<usize> {
         (self.late != NOBODY).then_some(self.late as usize)
     }

@@ -12,9 +12,9 @@
 //! sum 0123456789abcdef
 //! ```
 //!
-//! Rank 0 writes the file when it has left a group that has not failed. A size class of which the group has timed enough
-//! calls replaces the line of that class; the other lines stay. If two processes write at once, the lines of one may be
-//! lost.
+//! Rank 0 writes the file when it has left a group that has not failed. If the group has timed enough calls of a size
+//! class, their time replaces the line of that class; the other lines stay. If two processes write at the same time,
+//! the lines of one may be lost.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -98,7 +98,7 @@ impl Alike {
         )
     }
 
-    /// The file. None if the user wants none, or if no variable names a directory.
+    /// Returns the path of the file. None if the user wants no file, or if no variable names a directory.
     fn path(self) -> Option<PathBuf> {
         if !config::keeps_times() {
             return None;

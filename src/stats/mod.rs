@@ -142,9 +142,9 @@ pub struct Fused {
     pub largest: u64,
 }
 
-/// Records in each operation of `ended` that succeeded which operations it ended with: all that succeeded in this pass
-/// over the group. A message is counted among them, but its number is not recorded, because messages have separate
-/// numbers. An operation between hosts already has its batch, which stays.
+/// For each operation of `ended` that succeeded, records its batch: all operations that succeeded in this pass over the
+/// group. A message is counted in the batch, but its number is not recorded, because messages have separate numbers. An
+/// operation between hosts already has its batch, which stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);
@@ -221,7 +221,7 @@ impl Stats {
         }
     }
 
-    /// The counts of each kind that has any.
+    /// Returns the sums of each kind that has any calls.
     pub fn totals(&mut self) -> Vec<Total> {
         self.fold_all();
         let mut totals = Kind::ALL.map(|kind| Total { kind, count: 0, bytes: 0, waiting: 0 });
@@ -235,7 +235,7 @@ impl Stats {
     }
 
     /// The usual time of the calls in each size class of the kind, the smallest class first. A class is left out if too
-    /// few of its calls were timed. If a class has several paths, the one that was used most counts.
+    /// few of its calls were timed. If a class has several paths, the most used path counts.
     pub fn typical(&mut self, kind: Kind) -> Vec<Typical> {
         self.fold_all();
         let timed = |cell: &Cell| cell.times.filled().map(|(_, count)| count).sum::<u64>();
@@ -342,7 +342,7 @@ impl Stats {
         self.fold(&record);
     }
 
-    /// Counts the records that are not counted yet. The group calls it if it has nothing to move.
+    /// Counts the records that are not counted yet. The group calls this when it has no data to move.
     #[inline]
     pub fn catch_up(&mut self) {
         if !self.apart.is_empty() {
@@ -409,8 +409,8 @@ impl Stats {
         &mut self.cells[cell]
     }
 
-    /// Returns the entry for a combination: a new one if there is room, otherwise the one that the kind's combinations
-    /// share.
+    /// Returns the entry for a combination: a new entry if there is room, otherwise the entry that the kind's further
+    /// combinations share.
     #[cold]
     fn place(&mut self, kind: Kind, path: u8, class: u8) -> u16 {
         let mixed = self.cells.iter().position(|cell| cell.kind == kind && cell.class == MIXED);

@@ -1,4 +1,4 @@
-//! The tests record operations directly, and the counts must match these exactly.
+//! The tests record operations directly, and the counts must match the recorded operations exactly.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 """Builds the ABI simulators once and says where they are: one line ``name<TAB>path`` for each library.
 
 Python tests call :func:`build`, Rust tests run this file (``tests/it/common/simulators.rs``). Several tests may call it
-at the same time: the first one builds, and the others wait. If no source has changed, it takes milliseconds.
+at the same time: the first one builds, and the others wait. If no source has changed, the call takes milliseconds.
 
 Cargo builds the core, ``libsagellm_sim_core.so``, which exports ``sim_<vendor's name>``. Every library that a test
 opens is a list of jumps to the core, made by the assembler, so a form with fewer names needs no compilation. All
@@ -109,7 +109,8 @@ def run(command: list[str], what: str) -> None:
 
 
 def build_core(output: Path) -> None:
-    """Cargo's part. The library is replaced as a whole, because another process may have the old one open."""
+    """Builds the core with Cargo. Replaces the library as a whole, because another process may have the old one
+    open."""
     cargo = shutil.which("cargo") or str(Path.home() / ".cargo" / "bin" / "cargo")
     folder = target() / "cargo"
     command = [cargo, "build", "--quiet", "--locked", "--manifest-path", str(HERE / "Cargo.toml")]
@@ -119,7 +120,7 @@ def build_core(output: Path) -> None:
 
 
 def link(output: Path, name: str, form: Form, built: dict[str, Path]) -> Path:
-    """One library of jumps, in its own folder below ``output``."""
+    """Makes one library of jumps, in its own folder below ``output``."""
     machine = platform.machine()
     if machine not in JUMPS:
         raise RuntimeError(f"simulators are built for {', '.join(JUMPS)}, not for {machine}")
@@ -170,7 +171,7 @@ def build(output: Path | None = None) -> dict[str, Path]:
 
 
 def without(form: str, missing: str, output: Path | None = None) -> Path:
-    """A library as ``form``, without the names that match the expression ``missing`` anywhere; made anew every time.
+    """Makes a library like ``form``, without the names in which the expression ``missing`` matches; anew every time.
 
     :return: its path, in a folder that is named after what is missing.
     """

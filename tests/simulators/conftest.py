@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-DEADLINE = 180  # seconds for a test; the jobs inside have shorter ones
+DEADLINE = 180  # seconds for a test; the jobs inside have shorter deadlines
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,5 @@
 /* A tuner and a profiler as NCCL loads them, for the tests of the simulator: data symbols with the layout of v5 and v6
- * (NVIDIA/nccl, src/include/plugin). The tuner sets the cost of the pair that the variables name to 0, and both write
+ * (NVIDIA/nccl, src/include/plugin). The tuner sets to 0 the cost of the pair that the variables name, and both write
  * their calls into the file PLUGIN_LOG. The compiler defines PLUGIN_VERSION, which selects the symbols. */
 #include <stdarg.h>
 #include <stdint.h>

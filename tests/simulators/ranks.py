@@ -26,7 +26,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 #: Seconds within which an expected event occurs, even on a busy machine.
 SOON = 20.0
-#: Seconds that a rank that has ended waits for the other ranks to end.
+#: Seconds for which a finished rank waits for the other ranks to end.
 LAST_LOOK = 5.0
 
 
@@ -102,7 +102,7 @@ def until(look: Callable[[], Any], what: str = "it", limit: float = SOON) -> Any
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
-    """The address of the first element, which is a device address too, because device memory is host memory."""
+    """Returns the address of the first element, which is a device address too, because device memory is host memory."""
     return int(array.ctypes.data)
 
 
@@ -150,7 +150,7 @@ class Job:
     def result(self, rank: int, limit: float = 60.0) -> Any:
         """Returns the value that the rank returned.
 
-        :raises AssertionError: with its traceback, if it failed.
+        :raises AssertionError: with the rank's traceback, if the rank failed.
         """
         try:
             code = self.processes[rank].wait(timeout=limit)
@@ -163,7 +163,7 @@ class Job:
         return outcome["value"]
 
     def results(self, limit: float = 90.0) -> list[Any]:
-        """The values of all ranks. Reports the first rank that failed, not those that then waited for it."""
+        """Returns the values of all ranks. Reports the first rank that failed, not ranks that then waited for it."""
         deadline = time.monotonic() + limit
         left = set(range(self.size))
         while left and time.monotonic() < deadline:

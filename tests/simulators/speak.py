@@ -366,7 +366,7 @@ def connected(rank: Rank, vendor: str, form: str | None = None) -> Any:
 
 
 def numbers(rank: int, count: int, kind: str, seed: int = 1) -> np.ndarray[Any, Any]:
-    """Repeatable numbers whose sums and products over three ranks stay in the type."""
+    """Returns repeatable numbers whose sums and products over three ranks stay within the type's range."""
     drawn = np.random.default_rng(1000 * seed + rank).integers(0 if kind[0] == "u" else -4, 5, count)
     return (drawn * 0.37).astype(kind) if kind[0] == "f" else drawn.astype(kind)
 

@@ -20,7 +20,7 @@ CONNECTED = {"SAGELLM_SIM_CONNECT": "eager"}
 
 
 def together(rank: Rank, vendor: str) -> Any:
-    """Like `connected`, for short limits: no rank waits for one that still starts, and all ranks launch together."""
+    """Like `connected`, for short limits: no rank waits for a rank that is still starting, and all launch together."""
     rank.barrier("started")
     v = connected(rank, vendor)
     rank.barrier("connected")
@@ -224,7 +224,7 @@ def test_streams_can_be_slow(vendor: str) -> None:
 
 
 def late_record(rank: Rank, vendor: str) -> bool:
-    """Whether a wait that is issued right after a record waits for it."""
+    """Returns whether a wait that is issued right after a record waits for that record."""
     v: Any = connected(rank, vendor)
     gate = threading.Event()
     other, event, ran = v.new_stream(), v.new_event(), threading.Event()

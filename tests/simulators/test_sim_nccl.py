@@ -154,7 +154,7 @@ def factors(rank: Rank) -> None:
     for value in (0.5, 3.0):
         op, scalar = ctypes.c_int32(-1), np.array([value + me], "f4")
         ok(v.lib.ncclRedOpCreatePreMulSum(ref(op), address(scalar), F4, 1, v.comm))
-        scalar[:] = 99  # the factor was read at once
+        scalar[:] = 99  # the factor has already been read
         handles.append(op.value)
     assert handles == [5, 6]
     mine, result = numbers(me, 33, "f4"), np.zeros(33, "f4")

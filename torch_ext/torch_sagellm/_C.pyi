@@ -48,7 +48,7 @@ class Explanation(TypedDict):
     #: The model's time, this time scaled to earlier calls, and the table's measured time; 0 if unknown.
     predicted_ns: int
     scaled_ns: int
-    #: The groups that made the calls, as text; "" if there were none.
+    #: The groups that made these earlier calls, as text; "" if there were none.
     scaled_by: str
     measured_ns: int
     table: str
@@ -203,7 +203,8 @@ class Options:
     delegate: str
     #: Whether small operations that are pending at the same time are fused.
     fusion: bool
-    #: Whether ranks on several hosts get the bits of one host: every element is combined in the order of the ranks.
+    #: Whether ranks on several hosts get the same bits as on one host: every element is combined in the order of the
+    #: ranks.
     strict: bool
     #: Rules for the algorithm choice, with priority over SAGELLM_ALGORITHM's rules; see docs/choosing.md.
     algorithm: str
@@ -213,7 +214,7 @@ class Options:
     #: The topology in the form of `TopologyInfo.option()`, or ""; see docs/choosing.md.
     topology: str
     #: Whether the link between hosts is measured when the group is created; the measurement then selects algorithms. If
-    #: False, the start rules do. Rank 0's value applies to the group; SAGELLM_MEASURE_LINK overrides it; see
+    #: False, the start rules select them. Rank 0's value applies to the group; SAGELLM_MEASURE_LINK overrides it; see
     #: docs/choosing.md.
     measure_link: bool
     #: Largest number of torch's threads that copy and combine large CPU tensors while a thread of this rank waits, in a
@@ -278,8 +279,8 @@ class SageBackend:
     def _store(self) -> Any: ...
     #: Whether the group failed, or a call of its delegate failed, after which torch's group may be broken.
     def _has_failed(self) -> bool: ...
-    #: One message with the bytes of the CPU tensors from `begin` to before `end`. Raises a ValueError if a delegate
-    #: serves the group.
+    #: Sends or receives one message with the bytes of the CPU tensors from `begin` to before `end`. Raises a ValueError
+    #: if a delegate serves the group.
     def _send_list(self, tensors: list[Any], begin: int, end: int, dst: int, tag: int) -> Any: ...
     def _recv_list(self, tensors: list[Any], begin: int, end: int, src: int, tag: int) -> Any: ...
     #: One message with the rows `rows` (int64) of a CPU tensor, in this order. Raises a ValueError like
@@ -428,7 +429,7 @@ def _is_shared(tensor: Any) -> bool: ...
 #: block of `shared_tensors()`.
 def _share_allocations(everywhere: bool) -> None: ...
 
-#: Adds `blocks` to the number of such blocks that this thread is within.
+#: Adds `blocks` to the number of `shared_tensors()` blocks that this thread is within.
 def _share_on_this_thread(blocks: int) -> None: ...
 
 #: For tests: whether memory that torch's CPU allocator returns without a deleter is reachable; the memory is freed
@@ -448,8 +449,8 @@ def _outlive_python() -> None: ...
 def _receives(tensor: Any) -> bool: ...
 def at_exit() -> None: ...
 
-# These need contiguous tensors on the CPU; a ValueError for others. Encoded data consists of whole blocks: a scale of
-# four bytes, then one byte for each of `block` elements (src/reduce/int8.rs).
+# These functions need contiguous tensors on the CPU, and raise a ValueError for any other tensor. Encoded data consists
+# of whole blocks: a scale of four bytes, then one byte for each of `block` elements (src/reduce/int8.rs).
 def _int8_encode(values: Any, block: int, encoded: Any) -> None: ...
 
 #: The sum of encoded addends that are stored one after the other, in their order, with each scale divided by `divisor`.
@@ -468,8 +469,8 @@ def _rows_leaving(
 ) -> None: ...
 def _rows_coming(taken: Any, experts: int, rank: int, sorting: Any, unsorted: Any) -> None: ...
 
-#: Groups consecutive equal tensors of a list: (dtype, shape, number) for each group. None if a tensor is not contiguous
-#: in CPU memory, or is to be written and requires a gradient.
+#: Groups consecutive tensors of equal dtype and shape: (dtype, shape, number) for each group. None if a tensor is not
+#: contiguous in CPU memory. If the tensors are to be written, also None if one requires a gradient or two share memory.
 def _runs(tensors: list[Any], written: bool) -> list[tuple[Any, tuple[int, ...], int]] | None: ...
 
 #: Copies the bytes of tensors `begin` to `end` (exclusive) one after the other into a tensor; `_unpack` copies them

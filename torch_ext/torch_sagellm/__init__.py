@@ -114,7 +114,7 @@ def __getattr__(name: str) -> Any:
 def _unknown(module: str, name: str) -> AttributeError:
     """The error for an unknown name.
 
-    For a private name it suggests no other, because Python also looks up private modules as attributes.
+    For a private name the error suggests no other name, because Python also looks up private modules as attributes.
     """
     text = f"module {module!r} has no attribute {name!r}"
     if not name.startswith("_"):

@@ -138,8 +138,8 @@ class DistributedCommunicator:
     ) -> torch.Tensor:
         """Returns a new tensor with the data that rank ``src_rank`` sends.
 
-        On the thread that created the ranks of one process it returns at once. If the message has not been sent yet,
-        the tensor holds NaN until it is sent (0 if its dtype has no NaN).
+        On the thread that created the ranks of one process it returns immediately. If the message has not been sent
+        yet, the tensor holds NaN (0 if its dtype has no NaN) until the message is sent.
         """
         tensor = unset(_tuple(shape), dtype, device)
         self._member.recv(tensor, src_rank, tag)
@@ -156,29 +156,28 @@ class DistributedCommunicator:
         return self._member.irecv(unset(_tuple(shape), dtype, device), src_rank, tag)
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it; at once on the thread that created the ranks of one process."""
+        """Returns when all ranks have called it; immediately on the thread that created the ranks of one process."""
         self._member.barrier()
 
 
 def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[DistributedCommunicator]:
     """Creates ``world_size`` ranks of this process that form a group, for learning and for tests without processes.
 
-    They are ranks of the core, which meet, share memory and combine numbers like processes of one host, in the order of
-    the ranks, with the same bits. They accept tensors on the CPU.
+    They are ranks of the core: they meet and share memory like processes of one host. They combine numbers in the order
+    of the ranks, and get the same bits as such processes. They accept tensors on the CPU.
 
-    On the thread that calls this function, calls of the communicators return at once, because the other ranks may make
-    their calls only later on the same thread. So a plain loop over ranks works: a call has its result after the last
-    rank has called. Until then, a tensor that receives a result holds NaN if it is floating-point or complex. Of the
-    other dtypes, a tensor that is changed in place keeps its old values, and a new tensor holds 0. Inputs are copied at
-    the call, unless an input is itself a result that is still pending: then it is copied as soon as that result is
-    there.
+    On the thread that calls this function, calls of the communicators return immediately, because the other ranks may
+    make their calls only later on the same thread. So a plain loop over ranks works: a call has its result after the
+    last rank has called. Until then, a tensor that receives a result holds NaN if it is floating-point or complex. With
+    another dtype, a tensor that is changed in place keeps its old values, and a new tensor holds 0. Inputs are copied
+    at the call. An input that is itself a pending result is copied as soon as that result is there.
 
     On any other thread a call returns when it has completed, as between processes.
 
-    Gradients pass through the operators except broadcast, if the tensor requires them on every rank; the losses of all
-    ranks count as one sum. Each rank calls ``backward`` on the thread of its forward pass. On the thread that created
-    the ranks, gradients are complete after the last rank has called it. On this thread a tensor that is used both in an
-    operator and elsewhere needs ``retain_graph=True``. Asynchronous forms take no part in autograd.
+    Gradients pass through all operators except broadcast, if the tensor requires gradients on every rank; the losses of
+    all ranks count as one sum. Each rank calls ``backward`` on the thread of its forward pass. On the thread that
+    created the ranks, gradients are complete after the last rank has called ``backward``. On this thread a tensor that
+    is used both in an operator and elsewhere needs ``retain_graph=True``. Asynchronous forms take no part in autograd.
 
     If a call fails, all calls that have not completed fail, tensors that they change in place hold their previous
     values again, and the ranks accept no more calls. If the communicators are dropped, even in the middle of calls,

@@ -9,7 +9,7 @@ Import ``torch_sagellm.compat`` once, before the older imports. These module nam
   ``process_group_manager``, the manager that this function created.
 
 They are aliases in ``sys.modules``. If a module is installed under such a name, Python finds the installed module
-first. It is not replaced; only names that it lacks below these paths are added.
+first. That module is not replaced; only modules that are missing below these paths are added.
 
 Example::
 

@@ -35,7 +35,7 @@ class TopologyInfo:
         assert pair.is_fully_connected_nvlink()
     """
 
-    #: Number of hosts of the devices. A group that knows its own hosts uses those instead.
+    #: Number of hosts of the devices. A group that knows its own number of hosts uses that number instead.
     hosts: int = 1
     #: Whether every pair of devices is connected by NVLink, directly or through a switch.
     full_nvlink: bool = False
@@ -68,7 +68,8 @@ class TopologyInfo:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TopologyInfo:
-        """Creates it from fields by name; missing fields have their defaults, and an unknown one is a ValueError."""
+        """Creates a topology from fields by name; missing fields have their defaults, and an unknown field is a
+        ValueError."""
         if not isinstance(fields, Mapping):
             raise TypeError(f"sagellm topology: got {fields!r}, expected a dict of fields by name")
         known = cls.__dataclass_fields__
@@ -107,9 +108,10 @@ class TopologyInfo:
 class TopologyManager:
     """The topology of a job, read from this machine or given; ``create_comm_backend(topology_manager=...)`` uses it.
 
-    In a group that is created with it, the start rules choose the algorithm of every operation for which no rule and no
-    table names one, even if the link between hosts was measured. They also steer the library of a device's vendor. Rank
-    0's topology applies to the whole group: a rank with another one follows it and warns. See docs/choosing.md.
+    A group that is created with a topology falls back on the start rules: they choose the algorithm of each operation
+    for which neither a user's rule nor a table names one. This holds even if the link between hosts was measured. The
+    start rules also steer the library of a device's vendor. Rank 0's topology applies to the whole group: a rank with a
+    different one follows rank 0's and warns. See docs/choosing.md.
 
     Args:
         topology: the topology; None to read this machine's (``TopologyInfo.detect``).
@@ -130,7 +132,8 @@ class TopologyManager:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TopologyManager:
-        """From a JSON object with fields of ``TopologyInfo``; a ValueError names the place or field that is wrong."""
+        """Creates it from a JSON object with fields of ``TopologyInfo``; a ValueError names the place or field that is
+        wrong."""
         return cls._read(text, "given as JSON")
 
     @classmethod
@@ -162,7 +165,7 @@ class TopologyManager:
         return self.topology.is_fully_connected_nvlink()
 
     def select_all_reduce_algorithm(self, data_size: int, num_devices: int) -> str:
-        """``torch_sagellm.select_all_reduce_algorithm`` with this topology."""
+        """Returns the result of ``torch_sagellm.select_all_reduce_algorithm`` with this topology."""
         return select_all_reduce_algorithm(data_size, num_devices, self.topology)
 
     def __repr__(self) -> str:
@@ -226,8 +229,7 @@ def _hosts_of_the_job() -> int:
 def nvlink() -> tuple[list[str], bool]:
     """Names of the GPUs, and whether NVLink connects every pair of at least two.
 
-    Without the library, a driver or GPUs the result is ``([], False)``; a pair that cannot be queried counts as not
-    linked.
+    Without NVML, a driver or GPUs the result is ``([], False)``; a pair that cannot be queried counts as not linked.
     """
     try:
         nvml: Any = ctypes.CDLL(LIBRARY)

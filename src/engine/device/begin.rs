@@ -68,8 +68,8 @@ impl DeviceEngine {
         })
     }
 
-    /// A barrier that follows all collectives on the streams of a device. It calls no function of the library. The
-    /// watchdog watches it until those collectives have completed.
+    /// Returns a barrier that follows all collectives on the streams of a device. The barrier calls no function of the
+    /// library. The watchdog watches it until those collectives have completed.
     pub fn behind(self: &Arc<Self>, device: i32) -> DeviceCall {
         DeviceCall {
             engine: Arc::clone(self),
@@ -107,8 +107,8 @@ impl DeviceEngine {
         }
     }
 
-    /// The key of the stream for a call. Messages between two ranks use one stream for each direction, so that two
-    /// ranks that both send first do not deadlock.
+    /// Returns the key of the stream for a call. Messages between two ranks use one stream for each direction, so that
+    /// two ranks that both send first do not deadlock.
     fn stream_key_of(&self, ranks: Ranks) -> i32 {
         match ranks {
             Ranks::All => 0,
@@ -182,8 +182,8 @@ impl DeviceEngine {
     fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(Numbers, Few<Box<dyn Counted>>)> {
         let mut number = 0;
         let mut numbers = Numbers::default();
-        // Checked only here, before the first number is taken, because the group fails if a call that has a number is
-        // not launched.
+        // Checked here, directly before the first number is taken: from then on, a call that is not launched fails the
+        // group.
         self.group.usable(calls[0].asked.kind.name())?;
         let enter = |(at, call): (usize, &DeviceRequest<'_>)| {
             let kind = call.asked.kind;

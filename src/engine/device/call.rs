@@ -24,8 +24,8 @@ pub struct DeviceCall {
     pub(super) engine: Arc<DeviceEngine>,
     pub(super) device: i32,
     pub(super) stream_key: i32,
-    /// `None` for a barrier if the communicator of all ranks was closed (`DeviceEngine::behind`): all of its operations
-    /// are complete then.
+    /// `None` for a barrier (`DeviceEngine::behind`) if the communicator of all ranks was closed: all operations of
+    /// that communicator are complete then.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
     /// Kept until the device has completed the calls. Shared with the thread that runs a first launch.
@@ -72,8 +72,8 @@ pub(super) struct Numbers {
     /// Zero if the launch has no numbers.
     pub(super) first: u64,
     pub(super) last: u64,
-    /// All ranks whose signatures can be seen called the same operations. Written and read by the threads that poll the
-    /// call. Relaxed, because it guards no other data.
+    /// Whether all ranks with visible signatures called the same operations. Written and read by the threads that poll
+    /// the call. Relaxed, because it guards no other data.
     agreed: AtomicBool,
 }
 
@@ -121,8 +121,8 @@ impl DeviceCall {
         self.watched.timeout
     }
 
-    /// Key of the engine's stream that runs the call. If calls may wait for different peers, they use different
-    /// streams, so that they do not wait for one another. Collectives use stream 0.
+    /// Key of the engine's stream that runs the call. Calls that may wait for different peers use different streams, so
+    /// that no call waits for another. Collectives use stream 0.
     pub fn stream_key(&self) -> i32 {
         self.stream_key
     }
@@ -131,7 +131,7 @@ impl DeviceCall {
         &self.parts.calls
     }
 
-    /// Puts the calls on a raw stream. Several calls become one launch. If host memory was passed to the library, it is
+    /// Puts the calls on a raw stream. Several calls become one launch. Host memory that was passed to the library is
     /// kept until `self` is dropped.
     pub fn launch(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         self.put(placed, stream)?;
@@ -141,8 +141,9 @@ impl DeviceCall {
     }
 
     /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their launch.
-    /// The other ranks may have launched theirs, and the library does not compare calls, so it would match those ranks'
-    /// calls with this rank's next calls. The caller reports the error to the program and then ends the communicators.
+    /// The other ranks may have launched their calls. The library does not compare calls, so it would match the other
+    /// ranks' calls with this rank's next calls. The caller reports the error to the program and then ends the
+    /// communicators.
     pub fn failed_here(&self, why: &str) {
         let done = match self.stage.0.swap(Stage::SETTLED, Ordering::Relaxed) {
             Stage::SETTLED => return,
@@ -185,8 +186,9 @@ impl DeviceCall {
         put.map_err(|error| self.fault().unwrap_or(error))
     }
 
-    /// The fault of the group. If only a peer has reported it so far, fails the group with it on this rank too, before
-    /// the caller reports it. Other calls of this rank learn of a failure only from the group (rule 34).
+    /// Returns the fault of the group. If only a peer has reported the fault so far, fails the group with it on this
+    /// rank too, before the caller reports it. Other calls of this rank learn of a failure only from the group (rule
+    /// 34).
     fn fault(&self) -> Option<Error> {
         let fault = self.engine.group.fault()?;
         self.engine.group.fail(fault.clone());
@@ -209,7 +211,7 @@ impl DeviceCall {
         let launched =
             launched.map_err(|error| self.engine.cause_of(error, &|| fault_or_death_in(group, &self.watched)));
         // If a signal ended the wait, the group fails, because the other ranks would wait for this rank in vain. If
-        // another rank is gone, the group fails because of that rank, and not with the error that the library then
+        // another rank is gone, the group fails with an error that names that rank, not with the error that the library
         // reported. The caller ends the communicators.
         launched.inspect_err(|error| {
             if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::RankFailed) {
@@ -242,10 +244,10 @@ impl DeviceCall {
         self.look_at_launch().map_or(Ok(()), Err)
     }
 
-    /// Why a launch that has not returned must end; `None` if it may continue. Its deadline has passed, the group has
-    /// failed, a peer has died, ranks called different operations, or the communicator has ended. In all cases except
-    /// the last, the group has then failed with this error. The caller ends the communicators (`abort`), which makes a
-    /// launch that waits in the library return.
+    /// Returns why a launch that has not returned must end: its deadline has passed, the group has failed, a peer has
+    /// died, ranks called different operations, or the communicator has ended. Returns `None` if the launch may
+    /// continue. Except if only the communicator has ended, the group has then failed with the returned error. The
+    /// caller ends the communicators (`abort`), which makes a launch that waits in the library return.
     pub fn look_at_launch(&self) -> Option<Error> {
         match self.look(self.seen()) {
             Found::Failed(error) => Some(error),
@@ -253,7 +255,7 @@ impl DeviceCall {
         }
     }
 
-    /// What the watchdog checks while the device has not completed the calls.
+    /// Returns the state that the watchdog checks while the device has not completed the calls.
     fn seen(&self) -> Seen {
         // `under_way` includes this call, unless it is a barrier, which launches nothing.
         let own = u64::from(self.stage.is_under_way());
@@ -275,7 +277,7 @@ impl DeviceCall {
         engine.watchdog.look(&*engine.group, &self.watched, library, seen, Instant::now())
     }
 
-    /// The error, if ranks called different operations under one of these numbers.
+    /// Returns an error if ranks called different operations under one of these numbers.
     fn disagreement(&self) -> Option<Error> {
         let Numbers { first, last, agreed } = &self.numbers;
         if *first == 0 || agreed.load(Ordering::Relaxed) {
@@ -310,7 +312,7 @@ impl DeviceCall {
         Ok(self.look(Seen { passed, ..self.seen() }))
     }
 
-    /// Whether the library reads host memory that `self` keeps. If so and if a graph has captured the calls, every
+    /// Whether the library reads host memory that `self` keeps. If it does, and a graph has captured the calls, every
     /// replay needs that memory.
     pub fn keeps_memory(&self) -> bool {
         self.parts.keeps_memory()

@@ -1,5 +1,5 @@
 //! The interface that every vendor's library implements: [`Api`] for an open library, [`Communicator`] for one rank on
-//! one device, [`Call`] for an operation. A call only puts work on a stream; none waits for a device.
+//! one device, [`Call`] for an operation. A call only puts work on a stream; no call waits for a device.
 
 use std::any::Any;
 use std::ffi::{CStr, c_char};
@@ -46,7 +46,7 @@ pub trait Api: Send + Sync {
     fn takes_topologies(&self) -> bool {
         false
     }
-    /// The algorithm that the library last reported for an operation of this kind and about this size, in a
+    /// Returns the algorithm that the library last reported for an operation of this kind and about this size, in a
     /// communicator of this name.
     fn ran(&self, _name: &str, _kind: Kind, _bytes: u64) -> Option<String> {
         None
@@ -92,8 +92,8 @@ pub struct Setup {
 /// Longest name of a communicator, in bytes.
 pub const NAME_BYTES: usize = 127;
 
-/// The ranks of a communicator that form a new one. All ranks of the old communicator call `split`, even if they are
-/// not members of the new one. The members of the same new communicator pass equal values.
+/// The ranks of a communicator that form a new communicator. All ranks of the old communicator call `split`, even if
+/// they are not members of the new one. The members of the same new communicator pass equal values.
 #[derive(Clone)]
 pub struct Split {
     /// The members' ranks in the old communicator, in the order of their ranks in the new one.
@@ -137,8 +137,8 @@ pub trait Communicator: Send + Sync {
     /// Ends the communicator even while operations hang; those operations end too, with undefined results. Any thread
     /// may call this, and more than once.
     fn abort(&self) -> Result<()>;
-    /// Ends the communicator when its operations are complete; all ranks call it. If that takes longer than the
-    /// deadline, this returns and a background thread continues to wait.
+    /// Waits until the communicator's operations are complete, then ends the communicator. All ranks call this. After
+    /// the deadline, this returns, and a background thread continues to wait.
     fn close(&self, deadline: Duration) -> Result<()>;
 }
 
@@ -256,7 +256,7 @@ pub(super) fn text(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// Description of the attempt to join, for error texts.
+/// Describes the attempt to join, for error texts.
 pub(super) fn joining(able: &Capabilities, setup: &Setup) -> String {
     let Setup { rank, ranks, device, .. } = setup;
     format!("{}: to join as rank {rank} of {ranks} with device {device}", able.name)
@@ -291,7 +291,8 @@ pub(super) fn no_split(able: &Capabilities) -> Error {
     ))
 }
 
-/// For each count, the sum of the counts before it. This is the element at which the count's block begins.
+/// Returns, for each count, the sum of the counts before it: the index of the element at which the count's block
+/// begins.
 pub fn displacements(counts: &[u64]) -> Vec<u64> {
     counts
         .iter()
@@ -303,9 +304,9 @@ pub fn displacements(counts: &[u64]) -> Vec<u64> {
         .collect()
 }
 
-/// Sorts messages so that the ranks cannot deadlock even if each message waits for its partner. All ranks handle the
-/// pairs in the same order and skip pairs that have no messages. The order is that of a round-robin tournament, round
-/// by round; within a pair, the lower rank's sends come first.
+/// Sorts messages so that the ranks cannot deadlock even if each send waits for its receive. All ranks handle the pairs
+/// in the same order and skip pairs that have no messages. The order is that of a round-robin tournament, round by
+/// round; within a pair, the lower rank's sends come first.
 pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Message> {
     let mut sorted = messages.to_vec();
     sorted.sort_by_key(|message| {
@@ -340,8 +341,7 @@ pub fn within<T: Send + 'static>(
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(Error::bug(format!("sagellm: {what} panicked")));
             }
-            // Called at the deadline too, because an error of the group that came before the deadline says more than
-            // the deadline.
+            // Called at the deadline too, because an earlier error of the group says more than the timeout error.
             Err(mpsc::RecvTimeoutError::Timeout) => go_on()?,
         }
         if left <= LOOK {

@@ -39,7 +39,8 @@ impl Ranks {
         }
     }
 
-    /// A text that is equal on all ranks of the communicator. Each communicator of a group has a different text.
+    /// Returns a text that is equal on all ranks of the communicator. Each communicator of a group has a different
+    /// text.
     pub(super) fn words(self) -> String {
         match self {
             Ranks::All => "all".to_string(),
@@ -99,7 +100,7 @@ impl Communicators {
         lock(&self.known).entry((device, ranks)).or_insert(Arc::new(made));
     }
 
-    /// The ranks with which communicators for both directions exist on a device.
+    /// Returns the ranks with which this rank has communicators for both directions on a device.
     pub fn partners(&self, device: i32, me: u32) -> Vec<u32> {
         let known = lock(&self.known);
         let both = |(on, ranks): &(i32, Ranks)| match *ranks {
@@ -165,8 +166,8 @@ impl DeviceComm {
     }
 
     /// Ends the communicator together with its other ranks, when its operations are complete. Waits at most until the
-    /// deadline, and if a rank is gone or the group has failed, at most `ALONE`; after that a background thread
-    /// continues to wait. Returns false if a signal handler raised an exception meanwhile.
+    /// deadline, or at most `ALONE` if a rank is gone or the group has failed; after that a background thread continues
+    /// to wait. Returns false if a signal handler raised an exception meanwhile.
     pub(super) fn close(&self, group: &dyn DeviceGroup, deadline: Duration) -> bool {
         const ALONE: Duration = Duration::from_secs(5);
         const LOOK: Duration = Duration::from_millis(50);

@@ -2,10 +2,10 @@
 //! from first check to end, and the raw streams and events that order torch's streams and the library's work. This
 //! layer knows the group only as a trait ([`DeviceGroup`]).
 //!
-//! [`DeviceEngine::begin`] takes the call's number and returns what the shim must do to its tensors before and after
-//! the library's call. `DeviceCall::launch` puts the call on a raw stream. C++ queries the device to see whether the
-//! call has completed, and `before_poll` and `poll` report whether it failed. `ended` records the end in the
-//! statistics.
+//! [`DeviceEngine::begin`] takes the number of a call and returns what the shim must do to the call's tensors before
+//! and after the library's call. `DeviceCall::launch` puts the call on a raw stream. C++ queries the device to see
+//! whether the call has completed, and `before_poll` and `poll` report whether it failed. `ended` records the end in
+//! the statistics.
 //!
 //! Operations on devices have their own sequence of numbers, because the numbers of the CPU's engine index shared
 //! memory and must have no gaps. c10d sees the sum of both numbers. No function here waits for a device. A function
@@ -94,7 +94,7 @@ impl DeviceEngine {
         self.api.capabilities()
     }
 
-    /// The device in error texts.
+    /// Returns the device as error texts name it.
     pub(super) fn place(&self, device: i32) -> Place {
         Place { device_type: Arc::clone(&self.device_type), index: device }
     }
@@ -117,7 +117,8 @@ impl DeviceEngine {
         Ok(stream)
     }
 
-    /// The engine's raw stream on the device that this thread has selected. The first call takes it from the pool.
+    /// Returns the engine's raw stream on the device that this thread has selected. The first call takes it from the
+    /// pool.
     pub(super) fn own_stream(&self, device: i32, stream_key: i32) -> Result<Stream> {
         let mut streams = lock(&self.streams);
         match streams.get(&(device, stream_key)) {
@@ -136,8 +137,8 @@ impl DeviceEngine {
 }
 
 impl Drop for DeviceEngine {
-    /// Every call (`DeviceCall`) and every thread that launches one holds the engine, so nothing of this group uses the
-    /// streams any more.
+    /// Runs only after every call (`DeviceCall`) and every launching thread has dropped its reference to the engine, so
+    /// nothing of this group uses the streams any more.
     fn drop(&mut self) {
         let streams = std::mem::take(self.streams.get_mut().unwrap_or_else(PoisonError::into_inner));
         self.pool.give_back(streams.into_iter().map(|((device, _), stream)| (device, stream)));

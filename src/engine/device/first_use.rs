@@ -5,8 +5,8 @@
 //! peer. So if a launch may connect ranks, it runs on its own thread, and its caller waits for that thread
 //! ([`within`]). The wait ends at the call's deadline, or earlier if a peer dies, a signal arrives or the group is
 //! aborted. `Connected` records what was connected. Later launches run on the caller's thread, because they no longer
-//! wait for a peer. While the two ranks of a pair make their message communicators, they connect them in both
-//! directions (`making`), so that two ranks that both send first do not wait for each other.
+//! wait for a peer. When the two ranks of a pair make their message communicators, they also connect these
+//! communicators in both directions (`making`), so that two ranks that both send first do not wait for each other.
 //!
 //! A library chooses its algorithm by size, so connections are recorded for each kind of collective and each class of
 //! sizes. If a launch on the caller's thread blocks nevertheless, the watchdog ends it at its deadline
@@ -59,8 +59,8 @@ fn class(bytes: u64) -> u32 {
 }
 
 impl Connected {
-    /// The connections that these calls need and that no earlier launch has made. `me` is this rank; `ranks` is the
-    /// size of the communicator.
+    /// Returns the connections that these calls need and that no earlier launch has made. `me` is this rank; `ranks` is
+    /// the size of the communicator.
     pub fn missing(&self, calls: &[Lowered], placed: &[Placed], (me, ranks): (u32, u32)) -> Missing {
         let mut missing = Missing::default();
         if ranks < 2 {
@@ -136,16 +136,16 @@ impl Lowered {
     }
 }
 
-/// Runs a launch on a new thread, because the launch may wait for other ranks, and waits for that thread. An error of
-/// `go_on` ends the wait. The thread is then left behind, and its launch returns when the communicator ends.
+/// Runs `launch` on a new thread, because it may wait for other ranks. Then waits for that thread. An error of `go_on`
+/// ends the wait. The thread is then left behind, and its launch returns when the communicator ends.
 pub(super) fn watched(
     what: &str,
     patience: Duration,
     go_on: &dyn Fn() -> Result<()>,
     launch: impl FnOnce() -> Result<()> + Send + 'static,
 ) -> Result<()> {
-    // `go_on` knows the deadline and returns the error that names the missing ranks. The limit here only bounds the
-    // wait if that fails.
+    // `go_on` knows the deadline and returns the error that names the missing ranks. The limit here matters only if
+    // `go_on` does not end the wait.
     const SPARE: Duration = Duration::from_secs(10);
     within(patience + SPARE, what, go_on, launch)
 }

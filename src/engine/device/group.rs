@@ -30,20 +30,20 @@ pub trait DeviceGroup: Send + Sync {
     }
     /// Fails if no operation may start.
     fn usable(&self, what: &str) -> Result<()>;
-    /// The error with which the group failed, on this rank or on a peer that reported it.
+    /// Returns the error with which the group failed, on this rank or on a peer that reported it.
     fn fault(&self) -> Option<Error>;
     /// Fails the group on all ranks. Only the first error counts.
     fn fail(&self, error: Error);
     /// If `fault` does not see reports of other ranks by itself, starts to look whether another rank has reported why
-    /// it failed. Returns how long that may take. Never waits.
+    /// it failed. Returns how long this takes at most. Never waits.
     fn ask_for_fault(&self) -> Duration;
     /// Whether this rank knows that no other rank had reported a failure at the time `at`. If this is unknown and
     /// `fault` does not see such reports by itself, this rank begins to look for them. Never waits.
     fn had_no_fault_at(&self, at: Instant) -> bool;
     /// Waits for at most a second until the other ranks can read why the group failed on this rank.
     fn await_report(&self);
-    /// The error of an operation whose library call failed with the text `words`. It says which ranks have not issued
-    /// the operation, what they do, and where they are. `None` if no rank is known to be missing.
+    /// Returns the error of an operation whose library call failed with the text `words`. It says which ranks have not
+    /// issued the operation, what they do, and where they are. `None` if no rank is known to be missing.
     fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error>;
     /// Whether a signal handler of the program raised an exception.
     fn interrupted(&self) -> bool;
@@ -58,11 +58,11 @@ pub trait DeviceGroup: Send + Sync {
     /// Takes the next number of a collective on a device, and publishes the signature for that number. For an
     /// all_to_all, `sizes` is set and published too.
     fn next_number(&self, signed: Signed, sizes: Option<&BlockSizes<'_>>) -> u64;
-    /// Compares this rank's signatures for the numbers `first` to `last` with those of other ranks, if both are still
-    /// kept. Never waits.
+    /// Compares this rank's signatures for the numbers `first` to `last` with those of other ranks, as far as both are
+    /// still kept. Never waits.
     fn compare(&self, first: u64, last: u64) -> Agreed;
-    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Otherwise this is
-    /// cheap.
+    /// If an operation has been pending for long, asks the ranks for which the operation waits what they are doing.
+    /// Otherwise this is cheap.
     fn look_at_long_waits(&self);
     /// The error at an operation's deadline. It says which ranks have not issued the operation, what they do, and where
     /// they are.

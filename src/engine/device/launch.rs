@@ -124,7 +124,8 @@ impl Job<'_> {
         }
     }
 
-    /// All blocks as one contiguous span. If the lowering is `contiguous`, the layout guarantees that this is possible.
+    /// Returns all blocks as one contiguous span. If the lowering is `contiguous`, the layout guarantees that this is
+    /// possible.
     fn run(&self, spans: &[Span]) -> Result<Span> {
         // Empty blocks are skipped, because their addresses mean nothing.
         let mut whole = Span { addr: spans.first().map_or(0, |first| first.addr), bytes: 0 };
@@ -209,7 +210,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
     let mut own = None;
     let mut message = |sends: bool, peer: u32, span: Span| {
         if peer == me {
-            own = Some(span); // the root's own block; `local` pairs it with the root's other side
+            own = Some(span); // the root's own block; `local` copies it to or from the root's other buffer
         } else if span.bytes > 0 {
             messages.push(Message { peer, sends, addr: span.addr, bytes: span.bytes });
         }

@@ -157,8 +157,8 @@ impl Placing<'_> {
         if blocks.is_empty() { vec![total(spans) / self.ranks; self.ranks] } else { blocks.to_vec() }
     }
 
-    /// The caller's memory as spans that the library can use directly. `None` if a temporary is needed. `cut`: the
-    /// memory consists of one block for each rank.
+    /// Returns the caller's memory as spans that the library can use directly. `None` if a temporary is needed. `cut`:
+    /// the memory consists of one block for each rank.
     fn as_they_lie(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Option<Spans> {
         let run = as_run(spans);
         match run {
@@ -179,13 +179,14 @@ fn any_overlap(left: &[Span], right: &[Span]) -> bool {
     left.iter().any(|a| right.iter().any(|b| meet(a, b)))
 }
 
-/// All spans as one span, if each begins where the previous one ends; otherwise `None`. An empty list stays empty.
+/// Joins all spans into one span if each begins where the previous one ends; otherwise returns `None`. An empty list
+/// stays empty.
 fn as_run(spans: &[Span]) -> Option<Spans> {
     let behind = spans.windows(2).all(|pair| pair[1].addr == pair[0].addr + pair[0].bytes);
     behind.then(|| spans.first().map(|first| Span { addr: first.addr, bytes: total(spans) }).into_iter().collect())
 }
 
-/// One span for each block, if every block is contiguous; otherwise `None`.
+/// Returns one span for each block if every block is contiguous; otherwise `None`.
 fn per_rank(spans: &[Span], blocks: &[usize]) -> Option<Vec<Span>> {
     let mut rest = spans.iter().copied();
     let mut left = Span { addr: 0, bytes: 0 };

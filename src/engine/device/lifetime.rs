@@ -1,5 +1,5 @@
 //! Splits, shrinks and ends a group's communicators. When a group is split or shrunk, the library makes the new groups'
-//! communicators out of the old group's.
+//! communicators out of the old group's communicators.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -79,7 +79,7 @@ impl DeviceEngine {
     /// Ends all communicators together with the other ranks. Waits at most the timeout (zero: no limit) while all ranks
     /// live, and only briefly if a rank is gone. If a communicator does not end in time, it is aborted or left to a
     /// background thread that continues to wait. `drained`: no operation is pending; if false, all communicators are
-    /// aborted at once. Returns false if a signal handler raised an exception meanwhile.
+    /// aborted immediately. Returns false if a signal handler raised an exception meanwhile.
     pub fn close(&self, timeout: Duration, drained: bool) -> bool {
         let begin = Instant::now();
         if !drained || !self.whole("the end of the group") {
@@ -99,8 +99,8 @@ impl DeviceEngine {
         !interrupted
     }
 
-    /// True if no rank has died and the group has not failed; otherwise the group fails. If a rank left in order, the
-    /// group does not fail, because the remaining ranks may still have messages for each other.
+    /// Returns true if no rank has died and the group has not failed; otherwise fails the group and returns false. If a
+    /// rank left in order, the group does not fail, because the remaining ranks may still have messages for each other.
     fn whole(&self, what: &str) -> bool {
         let died = || self.group.dead_ranks().into_iter().find(|rank| !self.group.left(*rank));
         let death = |rank| self.group.death_of(rank, &format!("waits for {what}"));
@@ -122,7 +122,7 @@ pub struct Retired {
 }
 
 impl Retired {
-    /// Whether the communicator exists and the library can shrink it without a call of the excluded ranks.
+    /// Whether the communicator exists and the library can shrink it without a call by the excluded ranks.
     pub fn can_shrink(&self) -> bool {
         self.communicator.is_some() && self.engine.capabilities().shrink
     }

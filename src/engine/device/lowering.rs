@@ -1,14 +1,14 @@
 //! Decides how a library is called so that the result is the one that torch defines, even if the library does not have
 //! the operation. The decision is a pure function of facts that all ranks share. A missing operation is composed of
-//! others. If that would give a different result, the call is refused, and the error says what to do.
+//! other operations. If that would give a different result, the call is refused, and the error says what to do.
 //!
 //! No code here names a vendor: [`Capabilities`] say what a library can do. A new vendor only needs its capabilities.
 //!
 //! # Meaning of a [`Lowering`]
 //! The steps `before` are applied to the input on the communication stream, in order. Then the library moves or reduces
-//! elements of type `dtype`. Then the steps `after` are applied to the result, in order. If either list is not empty,
-//! that side is in temporary memory. `dtype` may be a view of the tensor's bytes (complex numbers as pairs, bool as
-//! bytes); a conversion of the bytes is a `Cast`.
+//! elements of type `dtype`. Then the steps `after` are applied to the result, in order. If `before` is not empty, the
+//! input is in temporary memory; if `after` is not empty, the output is. `dtype` may be a view of the tensor's bytes
+//! (complex numbers as pairs, bool as bytes); a conversion of the bytes is a `Cast`.
 
 use crate::types::{Dtype, Kind, ReduceOp};
 
@@ -171,8 +171,8 @@ impl Lowering {
     }
 }
 
-/// How the library is called for an operation. If it cannot run the operation, the error says why and what to do
-/// instead.
+/// Decides how the library is called for an operation. If the library cannot run the operation, the error says why and
+/// what to do instead.
 pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let name = &able.name;
     if !asked.dense {
@@ -202,7 +202,8 @@ pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, Str
     }
 }
 
-/// The type with 32-bit floats that replaces a type with 64-bit floats, real or complex. `None` for other types.
+/// Returns the type with 32-bit floats that replaces a type with 64-bit floats, real or complex. `None` for other
+/// types.
 fn narrow_of(dtype: Dtype) -> Option<Dtype> {
     match dtype {
         Dtype::F64 => Some(Dtype::F32),
@@ -337,9 +338,9 @@ fn numbers(base: Lowering, dtype: Dtype, op: ReduceOp, ranks: usize, able: &Capa
     Some(Lowering { dtype: wide, before: vec![Local::Cast(wide)], after: vec![Local::Cast(dtype)], why, ..base })
 }
 
-/// Wider types in which SUM, PRODUCT, MIN and MAX give the same result after the cast back: integers wrap to their
-/// width, and small floats are rounded once. A type of the same width with the other sign is no candidate, because
-/// hardware may saturate.
+/// Returns the wider types in which SUM, PRODUCT, MIN and MAX, after the cast back, give the result that torch defines:
+/// integers wrap to their width, and small floats are rounded once. A type of the same width but the other signedness
+/// is no candidate, because hardware may saturate.
 fn wider(dtype: Dtype) -> impl Iterator<Item = Dtype> {
     let types: &[Dtype] = match dtype {
         Dtype::U8 | Dtype::I8 | Dtype::U16 | Dtype::I16 => &[Dtype::I32, Dtype::I64],

@@ -1,6 +1,6 @@
 //! Makes communicators. A communicator is made when a call first needs it, and only one is made at a time, even if two
-//! threads ask. Two ranks that exchange messages have one communicator for each direction. Both ranks make the two in
-//! the same order; they agree through [`Pairs`] when to begin.
+//! threads ask. Two ranks that exchange messages have one communicator for each direction. Both ranks make these two
+//! communicators in the same order; they agree through [`Pairs`] when to begin.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
@@ -129,9 +129,9 @@ impl DeviceEngine {
         Ok([up, down])
     }
 
-    /// The rank with which this rank now makes message communicators: `peer`, or another rank that already waits for
-    /// this rank. That rank makes them at the same time. `known`: ranks for which communicators already exist on this
-    /// device.
+    /// Returns the rank with which this rank now makes message communicators: `peer`, or another rank that already
+    /// waits for this rank. The returned rank makes them at the same time. `known`: ranks for which communicators
+    /// already exist on this device.
     fn next_pair(
         &self,
         peer: u32,
@@ -249,7 +249,8 @@ impl DeviceEngine {
         make: impl FnOnce(String, String) -> Result<Arc<dyn Communicator>>,
     ) -> Result<DeviceComm> {
         // Some libraries require the same name on all ranks of a communicator. Each value of `whose` has its own
-        // counter, because only communicators of the same ranks are made in the same order on all of these ranks.
+        // counter: ranks make the communicators that they have in common in the same order, but not all of their
+        // communicators.
         let made = &self.communicators.made;
         let count = lock(made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
         let group = self.group.name();

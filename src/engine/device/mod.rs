@@ -54,7 +54,7 @@
 //! | `watchdog` | whether a call will complete |
 //! | `libs/common` | what the communicators of all libraries share |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
-//! | `libs/nccl/tuner`, `profiler` | NCCL's plugins: the tuner, which NCCL asks for an algorithm, and the profiler, to which it reports the one it ran |
+//! | `libs/nccl/tuner`, `profiler` | NCCL's plugins: the tuner, which NCCL asks for an algorithm, and the profiler, to which NCCL reports the algorithm that ran |
 //!
 //! `CONTRIBUTING.md` says how to add a vendor.
 

@@ -6,12 +6,11 @@
 //! peer has accepted. While it waits, it accepts invitations of other ranks to pairs that precede its own in one global
 //! order of pairs:
 //!
-//! - Ranks never wait in a circle. A rank that has accepted enters the call at once. The inviter is then in the call
-//!   too, or it is still making another pair, which it accepted while it waited. That pair precedes this one in the
-//!   order.
-//!   So in a circle of waiting ranks each pair would precede the previous one, which is impossible. (If the inviter's
-//!   wait was interrupted, the inviter is not in the call. Then the rank that accepted waits until the inviter begins a
-//!   first message with any rank, or until its own deadline.)
+//! - Ranks never wait in a circle. A rank that has accepted enters the call immediately. The inviter is then in the
+//!   call too, or it is still making another pair, which it accepted while it waited. That other pair precedes the
+//!   accepted pair in the order. So in a circle of waiting ranks each pair would precede the previous one, which is
+//!   impossible. (If the inviter's wait was interrupted, the inviter is not in the call. Then the rank that accepted
+//!   waits until the inviter begins a first message with any rank, or until its own deadline.)
 //! - No rank waits for ever, if its peer also begins a first message with it. Of all pairs for which ranks wait,
 //!   consider the first in the order. Of its two ranks, the one that asked second accepts the invitation of the other,
 //!   even while it waits for another pair.
@@ -92,7 +91,8 @@ impl Pairs {
         format!("{}/pair/{low}-{high}/{what}", self.prefix)
     }
 
-    /// A pair whose other rank has accepted this rank's invitation and has therefore entered the library's call.
+    /// Returns a pair whose other rank has accepted this rank's invitation and has therefore entered the library's
+    /// call.
     fn accepted(&self) -> Result<Option<Pair>> {
         for (pair, (making, first)) in &self.asked {
             if *first && self.store.try_get(&self.key(*pair, &making.to_string()))?.is_some() {

@@ -12,7 +12,7 @@ use super::runtime::Stream;
 use crate::error::Result;
 use crate::types::Few;
 
-/// The calls of one launch, and the host memory to which the library refers for them.
+/// The calls of one launch, and the host memory that the library reads for these calls.
 pub(super) struct Parts {
     pub calls: Few<Lowered>,
     /// Host memory that was passed to the library. It is kept until the device has completed the calls.

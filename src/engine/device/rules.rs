@@ -27,7 +27,7 @@ pub fn decides(policy: &Policy, takes_topologies: bool, kind: Kind, bytes: u64) 
     }
 }
 
-/// The algorithm of the first rule, if that rule applies to every operation and size.
+/// Returns the algorithm of the first rule if that rule applies to every operation and size.
 pub fn named_for_all(policy: &Policy) -> Option<AlgorithmChoice> {
     let all = |rule: &&Rule| rule.kind.is_none() && (rule.from, rule.to) == (0, u64::MAX);
     policy.rules.0.first().filter(all).map(|rule| rule.way)

@@ -65,7 +65,7 @@ pub enum Found {
     Failed(Error),
 }
 
-/// State of one operation on the device, whether others are pending, and whether a failed one hangs.
+/// State of one operation on the device, whether other operations are pending, and whether a failed operation hangs.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
     /// Set if the device has executed the operation.
@@ -135,8 +135,8 @@ impl Watchdog {
         Found::Failed(Error::aborted(format!("sagellm: {}: the communicator was aborted", watched.what())))
     }
 
-    /// The error, if the group has failed or a needed peer is gone. A peer may leave right after its last operation
-    /// while its data is still in flight, so the error counts only `ON_ITS_WAY` after it was first seen.
+    /// Returns the error if the group has failed or a needed peer is gone. A peer may leave right after its last
+    /// operation while its data is still in flight, so the error counts only `ON_ITS_WAY` after it was first seen.
     fn peers(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Option<Error> {
         let mut state = self.state();
         if state.asked.is_some_and(|asked| now.saturating_duration_since(asked) < ASK_EVERY) {
@@ -190,8 +190,8 @@ impl Watchdog {
 /// Handles an operation that the device has executed. It needs no peer any more, even if a peer has left since. But if
 /// a peer aborts its communicator, NCCL may end an operation on this rank without an error and without that peer's
 /// data. A rank aborts only after it has reported why, so an operation that passes before that report is correct. On
-/// one host this rank sees the report at once. Between hosts it must read the report, and does so only if the operation
-/// was held up.
+/// one host this rank sees the report immediately. Between hosts it must read the report, and does so only if the
+/// operation was held up.
 fn passed(group: &dyn DeviceGroup, watched: &Watched, passed: Passed, now: Instant) -> Found {
     if let Some(fault) = group.fault() {
         return Found::Failed(fail_group(group, fault));
@@ -211,8 +211,8 @@ fn fail_group(group: &dyn DeviceGroup, error: Error) -> Error {
     error
 }
 
-/// Why a pending operation will not complete: the group has failed, or a peer is gone and its part may be missing. This
-/// does not fail the group.
+/// Returns why a pending operation will not complete: the group has failed, or a peer is gone and its part may be
+/// missing. This does not fail the group.
 pub(super) fn fault_or_death_in(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
     group.fault().or_else(|| {
         let is_needed = |rank: &usize| match watched.peer {
@@ -347,7 +347,7 @@ mod tests {
     const WELL: Library = Library::Lives(Ok(()));
     const RUNS: Seen = Seen { passed: None, among_others: false, hangs_when_failed: true };
 
-    /// The device passed the operation at once.
+    /// The device passed the operation immediately.
     fn passed(watched: &Watched) -> Seen {
         passed_after(watched, Duration::ZERO)
     }

@@ -30,11 +30,11 @@ pub trait HostGroup: Send + Sync {
     fn abort(&self, error: &Error);
     /// Leaves the group in order.
     fn leave(&self);
-    /// The other ranks of this host, by their position on the host, and for each of them whether it has ended or left.
+    /// Returns, for each other rank of this host, its position on the host and whether it has ended or left.
     fn watched(&self) -> Vec<(usize, bool)>;
-    /// The fault that a rank of this host has reported, with the rank's position on the host.
+    /// Returns the fault that a rank of this host has reported, with the rank's position on the host.
     fn reported(&self) -> Option<Told>;
-    /// The process of a rank of this host, for error texts. `index` is its position on the host.
+    /// Returns the process of a rank of this host, for error texts. `index` is its position on the host.
     fn process(&self, index: usize) -> String;
 }
 
@@ -44,7 +44,7 @@ pub struct ChosenAlgorithm {
     pub algorithm: Algorithm,
     /// How many ranks of each host talk to other hosts.
     pub leaders: usize,
-    /// Whether the result must have the bits that one host would give: every element is combined in rank order.
+    /// Whether the result must be bit-identical to the result on one host: every element is combined in rank order.
     pub strict: bool,
 }
 
@@ -61,7 +61,7 @@ pub struct BatchRun<'a> {
     /// None if this rank is alone on its host.
     pub inside: Option<&'a dyn HostGroup>,
     pub transport: &'a mut Transport,
-    /// This rank's header of the batch. If a peer reports a smaller `issued`, `issued` is lowered to it.
+    /// This rank's header of the batch. Its `issued` is lowered to the smallest one that a peer reports.
     pub header: FrameHeader,
     /// Factors of PREMUL_SUM by rank, as far as they have been received.
     pub factors: Vec<f64>,
@@ -105,8 +105,8 @@ impl BatchRun<'_> {
         })
     }
 
-    /// Compares the operations that the ranks of this host are about to run. Also gives each rank the others' factors
-    /// of PREMUL_SUM and the minimum of their `FrameHeader::issued`.
+    /// Compares the operations that the ranks of this host are about to run. Also gives each rank the PREMUL_SUM
+    /// factors of the other ranks and the minimum of all `FrameHeader::issued`.
     pub fn compare_inside(&mut self) -> Result<()> {
         if self.inside.is_none() {
             return Ok(());
@@ -147,9 +147,9 @@ impl BatchRun<'_> {
     }
 
     /// Runs the schedule of a collective among `members` (ranks of the group), one of which is this rank. The schedule
-    /// works on the memory of `spans`; `ranges` maps a part of the schedule to its bytes in that memory. `numbers` is
-    /// set if the schedule combines elements: it has the vector that combines them, and the offset in that vector at
-    /// which the memory begins. The memory must then be one span.
+    /// works on the memory of `spans`; `ranges` maps a part of the schedule to its bytes in that memory. If the
+    /// schedule combines elements, `numbers` has the vector that combines them and the offset in that vector at which
+    /// the memory begins. The memory must then be one span.
     #[allow(unsafe_code)] // sends from and receives into memory of the batch, and waits for the end
     pub fn run_schedule(
         &mut self,
@@ -176,8 +176,8 @@ impl BatchRun<'_> {
         for k in 0..schedule.steps() {
             let step = schedule.step(position, k);
             let into: Vec<Vec<Range<usize>>> = step.recvs.iter().map(|recv| ranges(&recv.parts)).collect();
-            // A step may combine numbers into memory that it also sends, but it never copies over memory that it sends
-            // (`algorithms`).
+            // A step may combine received elements into memory that it also sends, but it never copies received data
+            // into such memory (`algorithms`).
             let combined: Vec<&Range<usize>> = step
                 .recvs
                 .iter()
@@ -218,8 +218,8 @@ impl BatchRun<'_> {
             let next = next.unwrap_or_default();
             let messages = Exchange { header, deadline, segment, sends: &sends, receives, next };
             // SAFETY: the memory belongs to the batch, which outlives the call, and no other thread uses it. In this
-            // step nothing is received or combined into the memory of sends that stay, and while this step uses memory,
-            // no data of the next step arrives in it (`is_apart`).
+            // step nothing is received or combined into the memory of a send with `stays`, and no data of the next step
+            // arrives in memory while this step uses that memory (`is_apart`).
             let (issued, ahead) = unsafe { self.transport.step(messages, take) }?;
             posted = is_ahead.then_some(ahead);
             self.header.issued = self.header.issued.min(issued);
@@ -248,9 +248,9 @@ impl HostCall {
     }
 }
 
-/// Whether the receives of the next step may be posted before this step ends. What they copy to memory must not be
-/// memory that this step receives or combines, or that it sends to another rank. A rank that gets a part in this step
-/// sends it in the next one only after it has received all of it.
+/// Whether the receives of the next step may be posted before this step ends. A receive that copies must not write
+/// memory into which this step receives or combines, nor memory that this step sends to a rank other than the receive's
+/// peer. The peer itself may return a part in the next step: it sends the part only after it has received all of it.
 fn is_apart(step: &Step, next: &Step) -> bool {
     let meet = |some: &[Range<usize>], others: &[Range<usize>]| {
         some.iter().any(|range| others.iter().any(|other| overlap(range, other)))
@@ -271,7 +271,7 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// The memory of a range of elements, which lies in one span.
+/// Returns the memory of a range of elements. The range lies in one span.
 #[allow(unsafe_code)] // memory of a batch
 fn numbers_of<'a>(spans: &[Span], range: &Range<usize>) -> &'a mut [u8] {
     // SAFETY: this is memory of the batch that this thread runs. It is used for one combination, during which nothing
@@ -279,8 +279,8 @@ fn numbers_of<'a>(spans: &[Span], range: &Range<usize>) -> &'a mut [u8] {
     unsafe { whole(&cut(spans, range)) }.unwrap_or_default()
 }
 
-/// Combines `data`, which starts at offset `at` of a message for these ranges. With `own_first`, this rank's elements
-/// are the left operand.
+/// Combines `data` into `ranges`. A message has the bytes of `ranges`, in order, and `data` starts at offset `at` of
+/// it. With `own_first`, this rank's elements are the left operand.
 fn combine_at(
     spans: &[Span],
     ranges: &[Range<usize>],
@@ -294,16 +294,16 @@ fn combine_at(
     }
 }
 
-/// For the receives of a step that combines in rank order: the operands from the lowest rank to the highest. Each is
-/// the index of a receive, or None for this rank, which is at `position` in the schedule.
+/// Returns the operands of a step that combines in rank order, from the lowest rank to the highest. An operand is the
+/// index of a receive, or None for this rank, which is at `position` in the schedule.
 fn rank_order(recvs: &[Recv], position: usize) -> Vec<Option<usize>> {
     let mut order: Vec<Option<usize>> = std::iter::once(None).chain((0..recvs.len()).map(Some)).collect();
     order.sort_by_key(|index| index.map_or(position, |index| recvs[index].peer));
     order
 }
 
-/// Combines the elements of all ranks in rank order. `data` has each receive's bytes, which start at offset `at` of its
-/// message for these ranges.
+/// Combines the elements of all ranks into `ranges`, in the order `order`. A message has the bytes of `ranges`, in
+/// order. `data` has one slice per receive, and each slice starts at offset `at` of its message.
 fn combine_in_order(
     spans: &[Span],
     ranges: &[Range<usize>],
@@ -320,8 +320,8 @@ fn combine_in_order(
     }
 }
 
-/// The bytes `message` of a message for these ranges: the part of each range that they cover, with its place in these
-/// bytes.
+/// Returns the parts of `ranges` that a piece of a message covers, each with its place in the piece. The message has
+/// the bytes of `ranges`, in order; `message` is the piece.
 fn covered(ranges: &[Range<usize>], message: Range<usize>) -> Vec<(Range<usize>, Range<usize>)> {
     let mut found = Vec::with_capacity(ranges.len());
     let mut begin = 0;

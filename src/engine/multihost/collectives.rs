@@ -15,10 +15,10 @@
 //! If several ranks of a host talk to other hosts, broadcast, all_gather and reduce_scatter use `rails` instead.
 //!
 //! A leader sends as many bytes to other hosts as docs/internals/algorithms.md says for a schedule whose members are
-//! the hosts. A sum first combines the ranks of each host, and then the hosts' results in the schedule's order. Low
-//! precision is rounded once inside the host, and once whenever the results of hosts are combined. Strict mode sends
-//! uncombined elements instead: every rank receives one share from all ranks, combines it in rank order, and sends the
-//! result to all. That sends up to ranks-per-host times the bytes.
+//! the hosts. A sum first combines the ranks of each host, and then the hosts' results in the schedule's order.
+//! Low-precision elements are rounded once inside the host, and once whenever the results of hosts are combined. Strict
+//! mode sends uncombined elements instead: every rank receives one share from all ranks, combines it in rank order, and
+//! sends the result to all. Strict mode sends up to ranks-per-host times as many bytes.
 
 use std::ops::Range;
 
@@ -33,14 +33,14 @@ use crate::types::{Kind, ReduceOp, Span};
 /// of the comparison take a third of that.
 const COMPARED: usize = 1 << 20;
 
-/// The schedule of the chosen algorithm, or the direct one if the chosen algorithm does not support the kind.
+/// Returns the schedule of the chosen algorithm, or the direct one if the chosen algorithm does not support the kind.
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
     Schedule::new(algorithm, kind, members, root, 1)
         .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
         .ok_or_else(|| Error::bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 
-/// The offsets of consecutive blocks that have these `sizes`, and the total size.
+/// Returns the offsets of consecutive blocks that have these `sizes`, and the total size.
 pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0)
         .chain(sizes.scan(0, |at, size| {
@@ -78,11 +78,12 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Compares the headers of all ranks before any data is moved, if this pays. If this lane has run an earlier segment
-    /// of the operation, they are known to be equal. Returns whether they were compared. It pays if the group consists
-    /// of more than two hosts with one rank each, and if working in place (`room`) saves more time than the comparison
-    /// takes: log2(hosts) messages without data. A rank that finds a different header fails and sends nothing more, so no
-    /// rank returns unless all headers are equal.
+    /// Compares the headers of all ranks before any data is moved, if this pays. If this lane has run an earlier
+    /// segment of the operation, the headers are known to be equal. Returns whether the headers were compared. The
+    /// comparison pays if the group consists of more than two hosts with one rank each, and if working in place
+    /// (`room`) saves more time than the comparison takes, which is log2(hosts) messages without data. A rank that
+    /// finds a different header fails and sends nothing more. The others then wait for it, so no rank returns unless
+    /// all headers are equal.
     fn compare_all(&mut self, bytes: usize) -> Result<bool> {
         if self.compared {
             return Ok(true);
@@ -97,11 +98,12 @@ impl BatchRun<'_> {
         Ok(compares)
     }
 
-    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. If this
-    /// rank is alone on its host, and the operation is in place, contiguous and without a factor, the working memory
-    /// may be the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged, because
-    /// nothing is combined before the headers were compared. If `compared`, this was done before any data is moved.
-    /// Otherwise there are only two hosts, and the other host's header is checked when its first data arrives.
+    /// Returns working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Give the memory back
+    /// with `keep`. If this rank is alone on its host, and the operation is in place, contiguous and without a factor,
+    /// the working memory may be the operation's own outputs, which saves two copies. On a mismatch the outputs stay
+    /// unchanged, because nothing is combined before the headers were compared. If `compared`, the headers were
+    /// compared before any data is moved. Otherwise there are only two hosts, and the other host's header is checked
+    /// when its first data arrives.
     #[allow(unsafe_code)] // memory of an operation
     fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize, compared: bool) -> Room {
         let outputs = cut(&vector.outputs, range);
@@ -196,7 +198,7 @@ impl BatchRun<'_> {
         self.run_in_host(HostCall { root, inputs: vec![span(data)], ..HostCall::new(Kind::Broadcast) })
     }
 
-    /// Runs all_reduce or reduce among the leaders. `own` has the bytes `share` of the vector.
+    /// Runs all_reduce or reduce among the leaders. `share` is a range of the vector, and `own` has its bytes.
     fn combine_between(
         &mut self,
         kind: Kind,
@@ -295,7 +297,8 @@ impl BatchRun<'_> {
         self.run_in_host(HostCall { root: leader, inputs, outputs, ..HostCall::new(Kind::Broadcast) })
     }
 
-    /// `outputs[q]` is the memory for rank q's block. Blocks may differ in size.
+    /// Gathers `input` of every rank on all ranks. `outputs[q]` is the memory for rank q's block. Blocks may differ in
+    /// size.
     pub fn all_gather(&mut self, input: &[Span], outputs: &[Vec<Span>]) -> Result<()> {
         let sizes: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
         if self.over_rails() {
@@ -339,13 +342,13 @@ impl BatchRun<'_> {
         self.run_in_host(gathered)
     }
 
-    /// The offset at which each host's blocks start, if the ranks' blocks are grouped by host.
+    /// Returns the offset at which each host's blocks start, if the ranks' blocks are grouped by host.
     fn host_borders(&self, sizes: &[usize]) -> Vec<usize> {
         borders(self.host_map.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
     }
 
-    /// `vector` has one block per rank, grouped by host. `sizes` is indexed by rank. `output` receives this rank's
-    /// block. This variant has one leader per host.
+    /// Reduce-scatters `vector` with one leader per host. `vector` has one block per rank, grouped by host. `sizes` is
+    /// indexed by rank. `output` receives this rank's block.
     pub fn reduce_scatter(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = vector.bytes();
@@ -385,7 +388,8 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Scatters `blocks`, which has one block for each rank of this host, from local rank `root` to these ranks.
+    /// Scatters `blocks` from local rank `root` to the ranks of this host. `blocks` has one block for each of these
+    /// ranks.
     fn scatter_inside(&mut self, root: usize, blocks: &mut [u8], sizes: &[usize], output: &[Span]) -> Result<()> {
         let local_ranks = self.host_map.local_ranks();
         let (leads, equal) =
@@ -409,7 +413,8 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `outputs[q]` is the memory for rank q's block; only the root uses it.
+    /// Gathers `input` of every rank on rank `root`. `outputs[q]` is the memory for rank q's block; only the root uses
+    /// `outputs`.
     pub fn gather(&mut self, input: &[Span], sizes: &[usize], outputs: &[Vec<Span>], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
@@ -432,7 +437,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `inputs[q]` is rank q's block; only the root uses it.
+    /// Scatters the blocks of rank `root`. `inputs[q]` is rank q's block; only the root uses `inputs`.
     pub fn scatter(&mut self, inputs: &[Vec<Span>], sizes: &[usize], output: &[Span], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
@@ -461,7 +466,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `inputs[q]` is sent to rank q, and `outputs[q]` receives rank q's block.
+    /// Sends `inputs[q]` to rank q, and receives rank q's block into `outputs[q]`.
     #[allow(unsafe_code)] // sends from and receives into memory of an operation
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
         let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
@@ -473,7 +478,7 @@ impl BatchRun<'_> {
             .map(|step| (self.host_map.me + step) % self.host_map.ranks())
             .filter(far)
             .collect();
-        // If the program exchanges in place, arriving data is kept until all sends have been copied.
+        // If inputs and outputs overlap, arriving data is kept in buffers until all sends have been copied.
         let apart = !share_memory(inputs, outputs);
         let sends = others.iter().map(|rank| Outgoing { peer: *rank, pieces: inputs[*rank].clone(), stays: apart });
         let receives = others.iter().map(|rank| {
@@ -486,7 +491,7 @@ impl BatchRun<'_> {
             copy_out(&outputs[others[at]], from, data);
             factors[others[at]] = f64::from_bits(header.factor);
         };
-        // SAFETY: this is memory of the batch's operations, which outlive the call. If a send's memory stays, it
+        // SAFETY: this is memory of the batch's operations, which outlive the call. The memory of a send with `stays`
         // overlaps no receive.
         let issued = unsafe {
             self.transport.exchange(self.header, self.deadline, &sends, receives, usize::MAX, Take::Each(&mut take))
@@ -547,7 +552,7 @@ impl Room {
     }
 }
 
-/// The reduce op among the ranks of a host. It applies the factors of PREMUL_SUM. For AVG it is SUM, because
+/// Returns the reduce op among the ranks of a host. It applies the factors of PREMUL_SUM. For AVG it is SUM, because
 /// `Vector::finish` divides.
 fn inside_op(vector: &Vector) -> ReduceOp {
     match vector.op {

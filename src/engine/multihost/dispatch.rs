@@ -84,7 +84,7 @@ fn reduce_scatter(run: &mut BatchRun, request: &Request) -> Result<()> {
     }
 }
 
-/// The elements of a batch, sorted by type so that there are as few runs as possible.
+/// Returns the elements of a batch, sorted by type so that there are as few runs as possible.
 fn vector(ops: &[Arc<Op>], ranks: usize) -> Result<Vector> {
     let mut vector = Vector::new(ops[0].request.op);
     let mut order: Vec<&Arc<Op>> = ops.iter().collect();
@@ -95,7 +95,7 @@ fn vector(ops: &[Arc<Op>], ranks: usize) -> Result<Vector> {
     Ok(vector)
 }
 
-/// Each rank's block of a list. If `sizes` is empty, all blocks have the same size.
+/// Returns each rank's block of a list. If `sizes` is empty, all blocks have the same size.
 fn blocks(spans: &[Span], sizes: &[usize], ranks: usize) -> Vec<Vec<Span>> {
     let total: usize = spans.iter().map(|span| span.bytes).sum();
     let mut start = 0;

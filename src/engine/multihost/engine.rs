@@ -33,13 +33,14 @@ use crate::select::{Choice, GroupShape, OpDesc, Policy};
 
 /// The largest numbers of bytes and operations in one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
-/// If the link's latency is at most this, the memory of a receive of more than `LONGEST_EARLY` bytes is not passed to
-/// the link before its message is announced (`ready`). To pass it earlier saves one exchange, which is short compared
-/// with the message, but messages of 1 MiB then took 300 us instead of 230 (2-core EPYC, network namespaces without a
-/// limit, 2026-11-25).
+/// If the link's latency is at most this, the memory of a receive of more than `LONGEST_EARLY` bytes is passed to the
+/// link only after the message was announced (`ready`). Passing the memory earlier would save one round trip, which is
+/// short compared with the message. But with memory passed earlier, messages of 1 MiB took 300 us instead of 230
+/// (2-core EPYC, network namespaces without a limit, 2026-11-25).
 const FAST_LINK_NS: u64 = 60_000;
 const LONGEST_EARLY: usize = 512 << 10;
-/// An open link that the hosts have measured together, and the groups inside this host. `MultiHost` is made from it.
+/// An open link that the hosts have measured together, and the groups inside this host. A `MultiHost` is made from an
+/// `Opened`.
 pub struct Opened {
     lanes: Lanes,
     transports: Vec<Transport>,
@@ -106,8 +107,8 @@ impl Opened {
         Ok(Opened { lanes, transports, reason })
     }
 
-    /// Like `new`, on a separate thread: a signal must interrupt the calling thread, but cannot interrupt a wait on the
-    /// link.
+    /// Like `new`, but runs on a separate thread: a signal must interrupt the calling thread, and it cannot interrupt a
+    /// wait on the link.
     pub fn interruptible(
         host_map: HostMap,
         link: Arc<dyn Link>,
@@ -139,7 +140,7 @@ impl Opened {
         }
     }
 
-    /// The measured latency and bandwidth between hosts.
+    /// Returns the measured latency and bandwidth between hosts.
     pub fn link(&self) -> LinkFacts {
         self.lanes.hosts.link
     }

@@ -1,6 +1,6 @@
-//! The frames of a lane: the header (which batch a frame belongs to, what the sender has issued), its bytes, the error
-//! for two headers that differ, and frames that say that the sender's group has failed or was left, or that the sender
-//! still waits.
+//! The frames of a lane: the header (the frame's batch, and what the sender has issued), its encoding, and the error
+//! for two headers that differ. Some frames only say that the sender's group has failed, that the sender has left the
+//! group, or that the sender still waits.
 
 use std::time::{Duration, Instant};
 
@@ -32,8 +32,8 @@ pub struct FrameHeader {
     pub chain: u64,
     /// Number of the batch's first operation.
     pub number: u64,
-    /// The highest number of an operation that is issued and may be fused (`State::promised`): the minimum of the
-    /// sender's own number and the numbers that it has received in this batch.
+    /// Operations up to this number are issued and may be fused (`State::promised`). The minimum of the sender's own
+    /// number and the numbers that the sender has received in this batch.
     pub issued: u64,
     /// The sender's factor of PREMUL_SUM. In other operations a word of `results` (0 if there is none), or the bits of
     /// 1.0 if results are not compared.
@@ -47,7 +47,7 @@ pub enum Word {
     Fault = 2,
     /// The sender has left the group in order.
     Bye = 3,
-    /// The sender has waited for a frame of the receiver for some time. The header is that of the sender's batch.
+    /// The sender has waited for some time for a frame from the receiver. The header is that of the sender's batch.
     Question = 4,
 }
 
@@ -92,12 +92,12 @@ impl FrameHeader {
         self.step().during()
     }
 
-    /// The call of the rank that sent this header.
+    /// Returns the call of the rank that sent this header.
     pub fn called_by(&self, rank: usize) -> Called {
         Called { rank, signature: self.signature, number: self.number }
     }
 
-    /// The error if two ranks agree about the first operation of a batch, but not about the rest of it.
+    /// Returns the error for two ranks that agree about the first operation of a batch, but not about the rest of it.
     pub fn differs_in_part(&self, me: usize, peer: usize, came: String) -> Error {
         let (call, number) = (op::describe(self.signature), self.number);
         let head = format!(
@@ -108,16 +108,16 @@ impl FrameHeader {
         Error::mismatch(laid_out(&head, &[what.to_string(), came, MOVED.to_string()], SAME_CALLS))
     }
 
-    /// The error if two ranks passed different lists of tensors to the first operation of the batch. None if the lists
-    /// agree.
+    /// Returns the error if two ranks passed different lists of tensors to the first operation of the batch. None if
+    /// the lists agree.
     fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
         let differ = theirs != self.lists && (lists::is_of_tensors(theirs) || lists::is_of_tensors(self.lists));
         let call = || op::describe(self.signature);
         differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), (None, MOVED)))
     }
 
-    /// The error if `peer` does not run the batch of `self`, this rank's header. If the ranks agree about the first
-    /// operation only, the text has the line `came`.
+    /// Returns the error if `peer` does not run the batch of `self`, which is this rank's header. If the ranks agree
+    /// about the first operation only, the text has the line `came`.
     pub fn disagreement(&self, me: usize, peer: usize, theirs: &FrameHeader, came: &str) -> Option<Error> {
         if theirs.signature != self.signature || theirs.number != self.number {
             return Some(different(self.called_by(me), theirs.called_by(peer), MOVED));
@@ -126,15 +126,15 @@ impl FrameHeader {
         self.other_list(me, peer, theirs.lists).or_else(|| (theirs.chain != self.chain).then(in_part))
     }
 
-    /// The tag of a data message of this batch. Bit 30 marks a data message. The next two bits are the lane, the next
-    /// two distinguish consecutive messages, and the rest is a hash of the batch and of the message's size.
+    /// Returns the tag of a data message of this batch. Bit 30 marks a data message. Bits 28 and 29 are the lane, bits
+    /// 26 and 27 distinguish consecutive messages, and the rest is a hash of the batch and of the message's size.
     pub fn data_tag(&self, lane: u32, bytes: usize, count: u32) -> u32 {
         let mixed = (self.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         1 << 30 | lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
     }
 }
 
-/// The header of a frame that has `bytes` bytes of data.
+/// Returns the header of a frame that has `bytes` bytes of data.
 pub fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
     let mut out = [0; HEADER];
     out[..8].copy_from_slice(&((word as u64) << 56 | bytes as u64).to_le_bytes());
@@ -142,7 +142,7 @@ pub fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
     out
 }
 
-/// The word of a frame, the size of its data, and its header.
+/// Returns the word of a frame, the size of its data, and its header.
 pub fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     let (first, rest) = frame.split_first_chunk().expect("eight bytes");
     let header = FrameHeader::read(rest.first_chunk().expect("a header"));
@@ -150,7 +150,8 @@ pub fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 
-/// The error for a Fault or Bye frame of `peer`. None for any other frame. `own`: the header of this rank's batch.
+/// Returns the error for a Fault or Bye frame of `peer`. None for any other frame. `own`: the header of this rank's
+/// batch.
 pub fn refusal(names: &Names, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
     let (word, length, _) = unframe(frame);
     if word == Word::Fault as u64 {
@@ -159,7 +160,7 @@ pub fn refusal(names: &Names, peer: usize, own: &FrameHeader, frame: &[u8]) -> O
     (word == Word::Bye as u64).then(|| names.left(peer, &own.during()))
 }
 
-/// The fault that a peer sent, as this rank's error.
+/// Returns the fault that a peer sent, as this rank's error.
 fn told(frame: &[u8], length: usize) -> Error {
     let fault = Error::decode(&frame[HEADER..HEADER + length.min(INLINE)]);
     fault.map_or_else(|| Error::aborted("sagellm: the group failed on another host"), Error::as_told)

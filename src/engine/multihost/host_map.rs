@@ -46,33 +46,33 @@ impl HostMap {
         self.host_of.len()
     }
 
-    /// The ranks of this host.
+    /// Returns the ranks of this host.
     pub fn local_ranks(&self) -> &[usize] {
         &self.hosts[self.host]
     }
 
-    /// The smallest number of ranks on any host, which limits the number of leaders per host.
+    /// Returns the smallest number of ranks on any host, which limits the number of leaders per host.
     pub fn min_local_size(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
-    /// True if all hosts have the same number of ranks.
+    /// Whether all hosts have the same number of ranks.
     pub fn is_even(&self) -> bool {
         self.hosts.iter().all(|ranks| ranks.len() == self.hosts[0].len())
     }
 
-    /// For each host, the rank that has this local rank.
+    /// Returns each host's rank that has this local rank.
     pub fn leaders(&self, local_rank: usize) -> Vec<usize> {
         self.hosts.iter().map(|ranks| ranks[local_rank]).collect()
     }
 
-    /// One rank per host: `root` on its own host, the first rank on each other host.
+    /// Returns one rank per host: `root` on its own host, the first rank on each other host.
     pub fn leaders_with(&self, root: usize) -> Vec<usize> {
         (0..self.hosts.len()).map(|host| if self.host_of[root] == host { root } else { self.hosts[host][0] }).collect()
     }
 
-    /// The rails. A rail consists of the ranks that have the same local rank, one per host; the local rank must exist
-    /// on every host.
+    /// Returns the rails. A rail consists of the ranks that have the same local rank, one per host; the local rank must
+    /// exist on every host.
     pub fn rails(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
         (0..self.min_local_size()).map(|local_rank| self.leaders(local_rank))
     }

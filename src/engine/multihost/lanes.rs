@@ -28,10 +28,11 @@ use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// A rank that leaves waits at most this long until its peers have received what it sent.
 const DELIVERY: Duration = Duration::from_secs(30);
-/// A rank that leaves then waits at most this long for its peers' goodbyes.
+/// After that, a rank that leaves waits at most this long for its peers' goodbyes.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// A rank that leaves a failed group waits until its peers' systems have the report of the fault, for at most this long
-/// after it was sent. A report waits behind data that a peer has not read, and would be lost if the process ended.
+/// A rank that leaves a failed group waits until its peers' operating systems have its report of the fault, but at most
+/// this long after it sent the report. A report queues behind data that a peer has not read, and would be lost if this
+/// process ended.
 const REPORT: Duration = Duration::from_millis(500);
 /// Scratch memory larger than this is freed after the batch.
 const KEPT: usize = 100 << 20;
@@ -54,8 +55,8 @@ pub(super) struct Lanes {
     pub waiting: Vec<Arc<AtomicUsize>>,
     /// When this rank sent its peers the fault of its group.
     pub told: Mutex<Option<Instant>>,
-    /// Ranks of other hosts to which a fault is sent: those with which the lanes have exchanged messages and, from the
-    /// start, those that have this rank's local rank.
+    /// Ranks of other hosts to which a fault is sent: from the start the ranks that have this rank's local rank, and
+    /// later also the ranks with which the lanes have exchanged messages.
     pub contacted: Mutex<HashSet<usize>>,
     /// Set when the engine is created, before the engine is used.
     pub home: OnceCell<Home>,
@@ -78,7 +79,7 @@ impl Lanes {
         self.home.get().expect("set when the engine was made")
     }
 
-    /// The planner's input for a request. It depends only on values that are equal on all ranks.
+    /// Returns the planner's input for a request. It depends only on values that are equal on all ranks.
     pub fn item(&self, request: &Request) -> Item {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         let (bytes, key) = match request.kind {
@@ -120,7 +121,7 @@ impl Lanes {
         choice
     }
 
-    /// The next batch of this lane. None when the group ends.
+    /// Waits for the next batch of this lane and returns it. None when the group ends.
     fn next(&self, lane: usize) -> Option<Task> {
         let mut state = self.lock();
         loop {
@@ -173,8 +174,8 @@ impl Lanes {
         state
     }
 
-    /// The main function of a lane's thread. If the thread panics, which is our own bug, the group fails and the lane's
-    /// operations end: a panic must not become a hang.
+    /// Runs a lane's thread. If the thread panics, which is our own bug, the group fails and the lane's operations end:
+    /// a panic must not become a hang.
     pub fn work(&self, lane: usize, mut transport: Transport, report: &dyn Report) {
         let mut scratch = Vec::new();
         while let Some(task) = self.take(lane, report) {
@@ -208,7 +209,7 @@ impl Lanes {
         self.turn.notify_all();
     }
 
-    /// The next batch of this lane's turn, or None when the lane must end.
+    /// Returns the next batch of this lane, or None when the lane must end. A panic in `next` fails the group.
     fn take(&self, lane: usize, report: &dyn Report) -> Option<Task> {
         contained(|| Ok(self.next(lane))).unwrap_or_else(|error| {
             self.give_up(lane, error, report);
@@ -242,7 +243,7 @@ impl Lanes {
 
     /// Hashes the results of the operations that a batch has completed, and compares this rank's hashes with those that
     /// came in the headers of this batch or earlier. If results differ and it is not known whose is wrong, this rank
-    /// first gives other ranks time to report it, because they may have the hashes of more ranks.
+    /// first gives other ranks time to report whose result is wrong, because they may have the hashes of more ranks.
     fn compare(&self, complete: &[Arc<Op>], transport: &mut Transport, task: &Task) -> Result<()> {
         let Some(mut ledger) = self.ledger() else { return Ok(()) };
         let heard = transport.heard.as_mut().map(std::mem::take).unwrap_or_default();
@@ -271,8 +272,8 @@ impl Lanes {
         Err(error)
     }
 
-    /// Fails the group with `error` and ends this lane's operations. If the other lane still runs a segment of one of
-    /// them, that lane ends it.
+    /// Fails the group with `error` and ends this lane's operations. If the other lane still runs a segment of such an
+    /// operation, the other lane ends the operation.
     fn give_up(&self, lane: usize, error: Error, report: &dyn Report) {
         report.failed(error.clone());
         let mut state = self.lock();
@@ -300,8 +301,8 @@ impl Lanes {
         }
     }
 
-    /// Runs one batch. Returns the number up to which all ranks have issued operations, or 0 if the batch does not show
-    /// it.
+    /// Runs one batch. Returns the number up to which all ranks have issued operations, or 0 if this batch does not
+    /// tell that number.
     fn carry(&self, lane: usize, transport: &mut Transport, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
         let first = &task.ops[0].request;
         self.prepare(task)?;
@@ -317,8 +318,8 @@ impl Lanes {
             factors,
             deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
             chosen,
-            // The lanes take turns, so this lane has ended an earlier segment of the operation. An all_reduce ends only
-            // after this rank has heard from all ranks and compared their headers with its own.
+            // The lanes take turns, so from segment `LANES` on this lane has ended an earlier segment of the operation.
+            // An all_reduce ends only after this rank has heard from all ranks and compared their headers with its own.
             compared: task.batch.segment >= LANES,
             scratch,
         };
@@ -418,7 +419,7 @@ impl Control for Lanes {
         self.insides.iter().flatten().for_each(|inside| inside.leave());
     }
 
-    /// A fault that a rank of this host reported. Faults of other hosts arrive in frames and by mail (`tell`).
+    /// Returns a fault that a rank of this host reported. Faults of other hosts arrive in frames and by mail (`tell`).
     fn reported(&self) -> Option<Told> {
         let (place, fault) = self.insides.iter().flatten().find_map(|inside| inside.reported())?;
         Some((*self.host_map.local_ranks().get(place)?, fault))

@@ -19,8 +19,8 @@ pub const WINDOW: u64 = 256 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Letter<'a> {
-    /// A complete message of the program. `taken`, here and below, belongs to the opposite direction: it is the number
-    /// of bytes that receives have taken from letters there. Only messages longer than `EAGER` count.
+    /// A complete message of the program. `taken`, here and below, is about the opposite direction: how many bytes the
+    /// receives of this letter's sender have taken from letters. Only messages longer than `EAGER` count.
     Eager { tag: u32, taken: u64, data: &'a [u8] },
     /// Announces a larger message. Its body stays at the sender until the receiver grants `number`.
     Large { tag: u32, taken: u64, bytes: u64, number: u64 },
@@ -73,7 +73,7 @@ impl<'a> Letter<'a> {
         letter.0
     }
 
-    /// The start of an encoded `Eager`, to which the caller appends `bytes` bytes of data.
+    /// Returns the start of an encoded `Eager`, to which the caller appends `bytes` bytes of data.
     pub fn eager_head(tag: u32, taken: u64, bytes: usize) -> Vec<u8> {
         Writer(Vec::with_capacity(13 + bytes)).u8(EAGER_MESSAGE).u32(tag).u64(taken).0
     }
@@ -83,7 +83,7 @@ impl<'a> Letter<'a> {
         Letter::read(mail).ok_or_else(|| Letter::none(peer, mail))
     }
 
-    /// The error for mail of `peer` that is not a letter.
+    /// Returns the error for mail of `peer` that is not a letter.
     pub fn none(peer: usize, mail: &[u8]) -> Error {
         Error::system(format!(
             "sagellm: rank {peer} sent {} bytes that are no letter of ours: another version of sagellm runs there, or \
@@ -117,7 +117,7 @@ impl<'a> Letter<'a> {
     }
 }
 
-/// The number of a body.
+/// Reads the number of a body.
 fn body(from: &mut Reader<'_>) -> Option<u64> {
     from.u64().filter(|number| *number < MOST_BODIES)
 }

@@ -1,9 +1,9 @@
-//! Defines what carries bytes between hosts: messages to other ranks under tags, and mail.
+//! Defines the traits for carrying bytes between hosts: tagged messages to other ranks, and mail.
 //!
 //! A lane sends and receives with [`Link`], and waits for each message. Sends and receives of the program use [`Mail`],
 //! which carries mail and bodies. Mail is short, and the receiver's [`Mailbox`] accepts it on arrival. A body is copied
-//! from one tensor's memory to another's, and no thread waits for it. One link uses TCP connections or UCX (`wire`); in
-//! the other the ranks are threads of one process (`engine/local.rs`).
+//! from one tensor's memory to another's, and no thread waits for it. There are two links: one uses TCP connections or
+//! UCX (`wire`), and in the other the ranks are threads of one process (`engine/local.rs`).
 
 #![allow(unsafe_code)] // the caller vouches for the memory
 
@@ -29,8 +29,8 @@ pub trait Link: Mail {
     /// # Safety
     /// The memory must be valid, and unused by others, until the transfer was waited for or dropped.
     unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>>;
-    /// Like `send`, from the memory of `pieces`, in order. The send may end only when the peer receives the message.
-    /// The buffer that `wait` returns is empty.
+    /// Like `send`, from the memory of `pieces`, in order. The send may last until the peer receives the message. The
+    /// buffer that `wait` returns is empty.
     ///
     /// # Safety
     /// The memory must be valid and not written until the transfer was waited for or dropped.
@@ -39,20 +39,21 @@ pub trait Link: Mail {
     /// rank. Bodies of this rank end with an error soon. Mail that was sent before is still delivered if that needs no
     /// wait.
     fn cut(&self);
-    /// The process of a rank as text, for error messages. Empty if the rank has not reported it.
+    /// Returns the process of a rank as text, for error messages. Empty if the rank has not reported it.
     fn process(&self, _peer: usize) -> String {
         String::new()
     }
     /// Called when a thread that started transfers stops waiting, perhaps before all of them have ended: another thread
     /// must advance the rest. Never blocks.
     fn hand_over(&self) {}
-    /// Waits until `peer` has asked for everything that this rank has sent to it before it asked, or is lost. Returns
-    /// false after `timeout`. Only then has the end of a send said that its receiver has come.
+    /// The link may send a message before the receiver has asked for it. Waits until `peer` has asked for all such
+    /// messages of this rank, or is lost. Returns false after `timeout`. Until the receiver has asked for a message,
+    /// the end of the send does not say that the receiver has come.
     fn await_taken(&self, _peer: usize, _timeout: Duration) -> bool {
         true
     }
-    /// Waits until the systems of all peers have this rank's mail, so that it arrives even if this process ends.
-    /// Returns false at `until`.
+    /// Waits until the systems of all peers have this rank's mail, so that the mail arrives even if this process ends.
+    /// Returns false if `until` passes first.
     fn await_delivery(&self, _until: Instant) -> bool {
         true
     }
@@ -84,11 +85,11 @@ impl From<String> for Broken {
     }
 }
 
-/// A message in flight. If it is dropped or a wait for it fails, it is given up: the link stops using its memory.
+/// A message in flight. A transfer that is dropped, or whose wait fails, is given up: the link stops using its memory.
 pub trait Transfer: Send {
     /// Waits for the end of the transfer and returns its buffer.
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken>;
-    /// Waits for at most `timeout`; the transfer continues afterwards. True if `wait` would now return at once.
+    /// Waits for at most `timeout`; the transfer continues afterwards. True if `wait` would now return immediately.
     fn ends_within(&self, timeout: Duration) -> bool;
 }
 
@@ -114,7 +115,8 @@ pub const MOST_BODIES: u64 = 1 << 63;
 /// Called once by any thread when a body has ended. The thread holds no lock of the link. An error is the link's text.
 pub type Done = Box<dyn FnOnce(std::result::Result<(), String>) + Send>;
 
-/// Sends mail and bodies of the program to other ranks. Only `poll` and `open_mailbox` call a mailbox.
+/// Sends mail and bodies of the program to other ranks. Of these functions, only `poll` and `open_mailbox` call a
+/// mailbox.
 pub trait Mail: Send + Sync {
     /// Sets the mailbox of this rank. Called once; mail that has already arrived is delivered within this call.
     fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>);
@@ -123,10 +125,10 @@ pub trait Mail: Send + Sync {
     fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()>;
 
     /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
-    /// A rank uses each number, below `MOST_BODIES`, once per peer. No byte is sent before the peer has posted its
-    /// receive. If the peer has already posted the receive, the body keeps its place among this rank's mail: on the
-    /// peer, `done` is called after the mail that was sent before the body, and before the mail that was sent after it.
-    /// Never blocks.
+    /// Numbers are below `MOST_BODIES`, and a rank uses each number only once per peer. No byte is sent before the peer
+    /// has posted its receive. If the peer has already posted the receive, the body keeps its place among this rank's
+    /// mail: on the peer, `done` is called after the mail that was sent before the body, and before the mail that was
+    /// sent after it. Never blocks.
     ///
     /// # Safety
     /// The memory must be valid and not written until `done` was called.
@@ -142,8 +144,8 @@ pub trait Mail: Send + Sync {
     /// memory is no longer used, and its `done` is dropped without being called.
     fn abandon_body(&self, peer: usize, number: u64);
 
-    /// While the returned guard lives, arriving mail is read even if no thread waits, because a message of the program
-    /// is pending.
+    /// Called while a message of the program is pending. While the returned guard lives, arriving mail is read even if
+    /// no thread waits.
     fn await_mail(&self) -> Box<dyn Send>;
 
     /// Called by a thread of the program that waits for a message. Advances what can advance, and sleeps for at most
@@ -151,8 +153,8 @@ pub trait Mail: Send + Sync {
     fn poll(&self, sleep: Duration) -> Polled;
 }
 
-/// Accepts a rank's mail. Called by any thread, which holds no lock of the link, but only by one thread at a time for
-/// each peer.
+/// Accepts a rank's mail. Any thread that holds no lock of the link calls it, but only one thread at a time for each
+/// peer.
 pub trait Mailbox: Send + Sync {
     fn came(&self, peer: usize, message: Vec<u8>);
     /// Reports that nothing more will arrive from this peer: its process ended, it cut the link, or the network failed.

@@ -1,8 +1,8 @@
 //! Messages that wait for a receive, and receives that wait for a message.
 //!
 //! Receives match in the order in which they were posted, first in first out per (source, tag). A receive with
-//! `ANY_RANK` takes the message that arrived first. Both are looked up by source and tag, so the cost does not depend
-//! on how many wait.
+//! `ANY_RANK` takes the message that arrived first. Receives and messages are looked up by source and tag, so the cost
+//! of a match does not depend on how many of them wait.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -14,8 +14,8 @@ use crate::types::ANY_RANK;
 /// A receive that waits for its message.
 pub(super) enum Receive {
     Waits(Arc<Op>),
-    /// The link already has the memory, under this body number and with this many bytes; the operation is in
-    /// `Messages::bodies`.
+    /// The link already has the receive's memory, under this body number. The second value is the size in bytes; the
+    /// operation is in `Messages::bodies`.
     Ready(u64, usize),
 }
 
@@ -65,7 +65,7 @@ impl Matching {
         self.posted.entry((root, tag)).or_default().push_back((self.posts, receive));
     }
 
-    /// How many receives with this source and tag wait.
+    /// Returns how many receives with this source and tag wait.
     pub fn count_posted(&self, root: u32, tag: u32) -> usize {
         self.posted.get(&(root, tag)).map_or(0, VecDeque::len)
     }
@@ -111,8 +111,8 @@ impl Matching {
         Some(op)
     }
 
-    /// Removes the receive from `peer` whose memory the link has under the body number `number`. Returns whether it
-    /// waited.
+    /// Removes the receive from `peer` whose memory the link has under the body number `number`. Returns whether the
+    /// receive was still there.
     pub fn unpost(&mut self, peer: usize, tag: u32, number: u64) -> bool {
         let key = (peer as u32, tag);
         let Some(receives) = self.posted.get_mut(&key) else { return false };
@@ -141,7 +141,7 @@ impl Matching {
         !self.posted.is_empty()
     }
 
-    /// The operations of the receives whose memory the link does not have.
+    /// Returns the operations of the receives whose memory the link does not have.
     pub fn waiting(&self) -> impl Iterator<Item = &Arc<Op>> {
         self.posted.values().flatten().filter_map(|(_, receive)| match receive {
             Receive::Waits(op) => Some(op),

@@ -1,13 +1,13 @@
-//! The messages of programs in a group over several hosts. `Messages` is state under the lock of `queue::State`.
-//! It leaves errands, which `post` runs without that lock.
+//! The messages of programs in a group over several hosts. `Messages` is state under the lock of `queue::State`. Its
+//! functions queue errands, which `post` runs without that lock.
 //!
-//! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. A message of up to `LONGEST_EAGER`
-//! bytes is sent in the same way if few bytes of such messages wait for a receive on that peer (`Window`): a letter
-//! takes one exchange instead of a body's three, but one more copy on each side.
+//! A message of up to `EAGER` bytes is sent as a letter, and its send ends immediately. A message of up to
+//! `LONGEST_EAGER` bytes is sent in the same way if few bytes of such messages wait for a receive on that peer
+//! (`Window`). A letter takes one exchange instead of a body's three, but one more copy on each side.
 //!
 //! A longer message is sent as a body, directly from the memory of one tensor to the memory of the other. If its
 //! receive was posted before, the receiver has passed the memory to the link and told the sender so (`ready`), and the
-//! body is sent at once. Otherwise a letter announces the message, which stays at its sender until the receiver has
+//! body is sent immediately. Otherwise a letter announces the message, which stays at its sender until the receiver has
 //! matched it. Then the receiver posts a receive of the body under the announced number, and grants the number by a
 //! letter. When the letter arrives, the sender sends the body. Until the grant, the sender may replace the memory of
 //! the message by a copy (rule 4).
@@ -55,8 +55,8 @@ pub(super) enum Gone {
     Lost(String),
 }
 
-/// The bodies of receives that were posted before their messages are numbered from here upwards. Other bodies have the
-/// number of their message (`Letter::Large`).
+/// Bodies have numbers from here upwards if their receives were posted before the messages arrived. Other bodies have
+/// the number of their message (`Letter::Large`).
 const POSTED_EARLY: u64 = MOST_BODIES / 2;
 
 /// Counts the bytes that letters have carried between this rank and one peer. Only messages longer than `EAGER` count.
@@ -87,9 +87,9 @@ pub(super) struct Messages {
     windows: HashMap<usize, Window>,
     /// For each rank: how many of its messages have arrived here.
     seen: HashMap<usize, u64>,
-    /// For each rank: the receives that it has posted before their messages.
+    /// For each rank: the receives that it has posted before their messages arrived.
     receives: HashMap<usize, Receives>,
-    /// Number of receives that this rank has posted before their messages.
+    /// Number of receives that this rank has posted before their messages arrived.
     posted_early: u64,
     gone: Vec<Option<Gone>>,
     /// Ranks that must read letters from this rank before this rank may leave.
@@ -102,8 +102,8 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    /// The initial state for a group of `ranks` ranks. Receives of up to `longest_early` bytes are posted before their
-    /// messages.
+    /// Returns the initial state for a group of `ranks` ranks. Only receives of up to `longest_early` bytes are passed
+    /// to the link before their messages arrive.
     pub fn new(ranks: usize, names: Arc<Names>, longest_early: usize) -> Messages {
         Messages { me: names.me, names, longest_early, gone: vec![None; ranks], ..Messages::default() }
     }
@@ -121,7 +121,7 @@ impl Messages {
         self.wrote.extend(self.present());
     }
 
-    /// The other ranks that have neither left nor been lost.
+    /// Returns the other ranks that have neither left nor been lost.
     pub fn present(&self) -> Vec<usize> {
         (0..self.gone.len()).filter(|rank| *rank != self.me && self.gone[*rank].is_none()).collect()
     }
@@ -182,8 +182,8 @@ impl Messages {
         self.mail(peer, &Letter::Large { tag, taken: self.taken(peer), bytes: bytes as u64, number });
     }
 
-    /// Whether a message to `peer` is sent in its letter. If so and if the message is longer than `EAGER`, its bytes
-    /// are counted in the window.
+    /// Whether a message to `peer` is sent inside its letter. If it is, and if it is longer than `EAGER`, counts its
+    /// bytes in the window.
     fn is_eager(&mut self, peer: usize, bytes: usize) -> bool {
         if bytes <= EAGER || bytes > LONGEST_EAGER {
             return bytes <= EAGER;
@@ -196,7 +196,7 @@ impl Messages {
         fits
     }
 
-    /// `Letter::Eager`'s `taken` for a letter to `peer`.
+    /// Returns the `taken` (`Letter::Eager`) of a letter to `peer`.
     fn taken(&self, peer: usize) -> u64 {
         self.windows.get(&peer).map_or(0, |window| window.taken)
     }
@@ -247,13 +247,13 @@ impl Messages {
         Receive::Ready(ready.body, bytes)
     }
 
-    /// Has the link send or receive a body.
+    /// Queues the errand that makes the link send or receive a body.
     fn start_body(&mut self, body: Body, op: Arc<Op>) {
         self.bodies.insert(body, op);
         self.errands.push_back(Errand::Body(body));
     }
 
-    /// The rank to name in the error, if all ranks that could send to a receive from `root` are gone.
+    /// If all ranks that could send to a receive from `root` are gone, returns the rank that the error must name.
     fn last_gone(&self, root: u32) -> Option<usize> {
         if root != ANY_RANK {
             return self.gone[root as usize].is_some().then_some(root as usize);
@@ -262,7 +262,7 @@ impl Messages {
         if others().any(|rank| self.gone[rank].is_none()) {
             return None;
         }
-        // If a rank was lost, it is the cause, and not a rank that left.
+        // A rank that was lost is the cause rather than a rank that left.
         others().find(|rank| matches!(self.gone[*rank], Some(Gone::Lost(_)))).or_else(|| others().next())
     }
 
@@ -321,8 +321,8 @@ impl Messages {
         }
     }
 
-    /// The error of a receive of `room` bytes whose message has a different size. Tells the sender, if the sender waits
-    /// for an answer.
+    /// Returns the error of a receive of `room` bytes whose message has a different size. Also tells the sender if the
+    /// sender waits for an answer.
     fn refuse(&mut self, from: usize, room: usize, message: &Message<'_>) -> Error {
         if let Content::Number(number) = message.content {
             self.mail(from, &Letter::Refused { number });
@@ -361,8 +361,8 @@ impl Messages {
         Ok(())
     }
 
-    /// Handles a Ready letter: `peer` has posted a receive. If this rank has already announced a message of that size
-    /// for it, this rank starts to send the body.
+    /// Handles a Ready letter: `peer` has posted a receive. If this rank has already announced the message for this
+    /// receive, and the sizes agree, starts to send the body.
     fn take_ready(&mut self, peer: usize, ready: Ready) {
         let Some(number) = self.receives.entry(peer).or_default().add(ready) else { return };
         let fits = |op: &Arc<Op>| Pieces(op.sent()).bytes() as u64 == ready.bytes;
@@ -443,12 +443,12 @@ impl Messages {
         self.gone.get(peer)?.as_ref()
     }
 
-    /// The error of an operation that needs a rank that is gone.
+    /// Returns the error of an operation that needs a rank that is gone.
     fn departed(&self, peer: usize, op: &Op) -> Error {
         self.why_gone(peer, &format!("is in {}", op.what()))
     }
 
-    /// The error that a rank is gone while this rank `does` something.
+    /// Returns the error that a rank is gone while this rank `does` something.
     pub fn why_gone(&self, peer: usize, does: &str) -> Error {
         match self.gone(peer) {
             Some(Gone::Left) => self.names.left(peer, does),
@@ -462,7 +462,7 @@ impl Messages {
         self.unsent.contains(&key(op))
     }
 
-    /// Operations that have not ended, and operations whose end was not reported yet.
+    /// Returns the operations that have not ended, and those whose end was not reported yet.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
         let over = self.over.iter().map(|(op, _)| op);
         self.matching.waiting().chain(self.announced.values()).chain(self.bodies.values()).chain(over)

@@ -2,8 +2,8 @@
 //! each host and a link between the hosts. Messages between any two ranks use the link without a lane.
 //!
 //! `submit` queues a collective and never blocks. Each lane has a thread that takes every second batch (`fusion`) and
-//! runs it (`collectives`). A lane needs a thread because it blocks while it waits for the link. The caller must not
-//! block there, because it has to notice signals and deadlines. Each lane has its own shared-memory group
+//! runs it (`collectives`). A lane needs a thread because it blocks while it waits for the link. The calling thread
+//! must not block like this, because it has to notice signals and deadlines. Each lane has its own shared-memory group
 //! inside the host and its own tags on the link, so the two lanes never match or order each other's messages.
 //!
 //! | file | |

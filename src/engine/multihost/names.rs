@@ -27,13 +27,13 @@ impl Names {
         Error::rank_failed(peer, text).while_rank(self.me, during)
     }
 
-    /// The error for a peer that has left in order although this rank still needs it. `during` says what this rank was
-    /// doing.
+    /// Returns the error for a peer that has left in order although this rank still needs it. `during` says what this
+    /// rank was doing.
     pub fn left(&self, peer: usize, during: &str) -> Error {
         self.error(peer, LEFT, during, &[])
     }
 
-    /// The error for a peer that was lost. `words` is the link's text, or empty.
+    /// Returns the error for a peer that was lost. `words` is the link's text, or empty.
     pub fn lost(&self, peer: usize, during: &str, words: &str) -> Error {
         if self.mates.contains(&peer) {
             return self.error(peer, "ended or left the group", during, &[]);

@@ -36,12 +36,12 @@ impl Peer {
         self.ahead.push_back(receive);
     }
 
-    /// The receive of the next frame.
+    /// Removes and returns the receive of the next frame.
     pub fn next_frame(&mut self) -> Option<Box<dyn Transfer>> {
         self.ahead.pop_front()
     }
 
-    /// The next frame, if it has arrived. `put_back` makes it the next frame again.
+    /// Removes and returns the next frame, if it has arrived. `put_back` makes it the next frame again.
     pub fn arrived_frame(&mut self) -> Option<Vec<u8>> {
         if !self.ahead.front()?.ends_within(Duration::ZERO) {
             return None;
@@ -57,7 +57,7 @@ impl Peer {
         self.sending.push_back(send);
     }
 
-    /// The oldest send, if more than `most` sends are in flight.
+    /// Removes and returns the oldest send, if more than `most` sends are in flight.
     pub fn oldest_send(&mut self, most: usize) -> Option<Box<dyn Transfer>> {
         if self.sending.len() > most { self.sending.pop_front() } else { None }
     }

@@ -196,8 +196,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// Mails the fault of this rank's group to every rank; delivery is not guaranteed. This includes a fault that
-    /// another rank reported: this rank cuts its link next, and a rank that waits for this one must not see the cut
+    /// Mails the fault of this rank's group to every rank; delivery is not guaranteed. A fault that another rank
+    /// reported is mailed too: this rank cuts its link next, and a rank that waits for this rank must not see the cut
     /// before the fault. Returns true if a letter was sent.
     pub fn tell_by_mail(&self, error: &Error) -> bool {
         let present = self.lock().messages.present();

@@ -4,13 +4,13 @@
 //!
 //! The first ranks of the hosts exchange messages in rounds. Each rank sends its next message after it has received all
 //! messages of the round, so no rank can be more than one round ahead, and n rounds take n latencies. A single round
-//! measures nothing, because a rank that starts it late finds its message already there.
+//! measures nothing, because a rank that starts late finds the other's message already there.
 //!
 //! 1. Pace: each host exchanges empty messages with the previous and the next host. The slowest link determines
 //!    everyone's pace.
-//! 2. Latency: then pairs of neighbours do the same. What a round takes longer with two hosts than with one is the cost
-//!    of one more message, which is processor time rather than delay. Two hosts, and hosts on a slow link, skip this
-//!    step.
+//! 2. Latency: then pairs of neighbours do the same. A round with two neighbours takes longer than a round with one by
+//!    the cost of one more message, which is processor time rather than delay. Two hosts, and hosts on a slow link,
+//!    skip this step.
 //! 3. Rate: the pairs exchange messages with data, so that a host's link carries one exchange at a time. The messages
 //!    have two sizes; the difference between the two times is the time of the bytes alone. Before that, a few large
 //!    messages open TCP's windows.
@@ -36,20 +36,21 @@ use crate::os::watch::PerProcess;
 use crate::select::inter::LinkFacts;
 use crate::types::{Kind, Request};
 
-/// Both are sent without waiting for a request (`wire/peer`), so that their times differ by that of the bytes only.
+/// Messages of both sizes are sent without waiting for a request (`wire/peer`), so that their times differ only by the
+/// time of the bytes.
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 256 << 10;
 /// If the latency, or the time of the bytes of a large message, is above this many nanoseconds, fewer rounds suffice,
 /// because disturbances are short in comparison.
 const SLOW_LATENCY: u64 = 2_000_000;
 const SLOW_RATE: u64 = 8_000_000;
-/// After this many large messages, TCP's windows are wide enough to send the next one at once. The windows start at
-/// about 14 KiB and double with each round trip.
+/// After this many large messages, TCP's windows are wide enough to send the next one without a pause. The windows
+/// start at about 14 KiB and double with each round trip.
 const OPENS: u32 = 5;
-/// The latencies of those large messages may add up to this many nanoseconds. On an intercontinental link the
-/// measurement is not worth a longer start.
+/// Limits the messages that open TCP's windows: their latencies add up to at most this many nanoseconds. On an
+/// intercontinental link the measurement is not worth a longer start.
 const OPENING: u64 = 10_000_000;
-/// More than the exchanges of a pair in one turn.
+/// A pair makes fewer exchanges than this in one turn.
 const MOST_EXCHANGES: u64 = 100;
 
 pub struct Opening {
@@ -102,7 +103,7 @@ fn bytes(facts: LinkFacts) -> [u8; 24] {
     std::array::from_fn(|at| words[at / 8].to_le_bytes()[at % 8])
 }
 
-/// The partner of `host` in each turn; None if it has no partner in that turn. Pair k consists of hosts k and k + 1.
+/// Returns the partner of `host` in each turn; None for a turn without a partner. Pair k consists of hosts k and k + 1.
 /// Even pairs use the first turn and odd pairs the second. If the number of hosts is odd, the pair that closes the ring
 /// uses a third turn.
 fn turns_of(hosts: usize, host: usize) -> Vec<Option<usize>> {
@@ -151,7 +152,7 @@ impl Probe<'_> {
         }
     }
 
-    /// The first ranks of the next and the previous host, without duplicates.
+    /// Returns the first ranks of the next and the previous host, without duplicates.
     fn neighbours(&self) -> Vec<usize> {
         let (hosts, host) = (&self.host_map.hosts, self.host_map.host);
         let mut both = vec![hosts[(host + 1) % hosts.len()][0], hosts[(host + hosts.len() - 1) % hosts.len()][0]];
@@ -159,9 +160,9 @@ impl Probe<'_> {
         both
     }
 
-    /// Average nanoseconds of a round with the ranks `with`. If one rank is ahead of the other by a part of a latency,
-    /// its rounds are too long and too short by this part in turn, so a measurement needs an even number of them. Two
-    /// rounds are an echo: the partner sends its second message after it has received our first one.
+    /// Returns the average nanoseconds of a round with the ranks `with`. If one rank is ahead of the other by a part of
+    /// a latency, its rounds are alternately too long and too short by this part, so a measurement needs an even number
+    /// of rounds. Two rounds are an echo: the partner sends its second message after it has received our first one.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();
@@ -211,7 +212,7 @@ impl Probe<'_> {
         for partner in turns_of(hosts.len(), *host) {
             let begin = self.number;
             if let Some(with) = partner.map(|at| [hosts[at][0]]) {
-                // The partner may still be busy with another one.
+                // The partner may still be busy with another host.
                 self.rounds(&with, 0, 1)?;
                 let alpha_ns = match (hosts.len(), slow) {
                     (2, _) | (_, true) => pace,
@@ -231,8 +232,8 @@ impl Probe<'_> {
 
     /// Returns picoseconds per byte of messages to and from the rank in `with`. `pace`: the nanoseconds of a round.
     fn rate(&mut self, with: &[usize; 1], pace: u64) -> Result<u64> {
-        // After a pause a rate limiter, such as a token bucket, lets some bytes pass at once. The first large message
-        // uses them up.
+        // After a pause a rate limiter, such as a token bucket, lets some bytes pass without a limit. The first large
+        // message uses up this allowance.
         let first = self.rounds(with, LARGE, 1)?;
         let first = self.slowest(with, first)?;
         // Subtract the round trips in which TCP opens its window. The rest is the time of the bytes.
@@ -252,8 +253,8 @@ impl Probe<'_> {
         Ok((nanoseconds as f64 * 1000.0 / (LARGE - SMALL) as f64) as u64)
     }
 
-    /// The nanoseconds of a round of empty messages: the lower quartile of several echoes, because a thread may be
-    /// preempted in some of them.
+    /// Returns the nanoseconds of a round of empty messages: the lower quartile of several echoes, because a thread may
+    /// be preempted in some of them.
     fn latency(&mut self, with: &[usize], echoes: usize) -> Result<u64> {
         let all: Result<Vec<u64>> = (0..echoes).map(|_| self.rounds(with, 0, 2)).collect();
         let mut all = all?;
@@ -261,7 +262,7 @@ impl Probe<'_> {
         Ok(all[all.len() / 4])
     }
 
-    /// The mean of the values of this rank and its partner.
+    /// Returns the mean of the values of this rank and its partner.
     fn mean(&mut self, with: &[usize; 1], own: u64) -> Result<u64> {
         let mut sum = own;
         self.exchange(with, with, &own.to_le_bytes(), |theirs| {
@@ -270,12 +271,12 @@ impl Probe<'_> {
         Ok(sum / 2)
     }
 
-    /// The first ranks of all other hosts.
+    /// Returns the first ranks of all other hosts.
     fn others(&self) -> Vec<usize> {
         self.host_map.leaders(0).into_iter().filter(|rank| *rank != self.host_map.me).collect()
     }
 
-    /// The worst values that this rank and the ranks `with` measured; the same on all of them.
+    /// Returns the worst values that this rank and the ranks `with` measured; the same on all of them.
     fn worst(&mut self, with: &[usize], own: LinkFacts) -> Result<LinkFacts> {
         let mut worst = own;
         self.exchange(with, with, &bytes(own), |theirs| {
@@ -289,7 +290,7 @@ impl Probe<'_> {
         Ok(worst)
     }
 
-    /// The largest of the values of this rank and the ranks `with`; the same on all of them.
+    /// Returns the largest of the values of this rank and the ranks `with`; the same on all of them.
     fn slowest(&mut self, with: &[usize], own: u64) -> Result<u64> {
         self.worst(with, LinkFacts { alpha_ns: own, ..LinkFacts::default() }).map(|worst| worst.alpha_ns)
     }

@@ -30,7 +30,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// Whether the lanes have run all of its batches.
+    /// Whether the lanes have run all batches of the operation.
     pub fn carried(&self) -> bool {
         self.left == 0 && self.active == 0
     }
@@ -104,7 +104,7 @@ impl State {
         self.entries.push_back(Entry { op, left: segments, active: 0, prepared: false, done: false, predecessors });
     }
 
-    /// Adds a message. It starts now or, if it must follow other operations, it is held until they have ended.
+    /// Adds a message. The message starts now or, if it must follow other operations, is held until these have ended.
     pub fn enter_message(&mut self, op: &Arc<Op>) {
         self.turns += 1;
         let mut predecessors = self.order.before(op);
@@ -122,8 +122,8 @@ impl State {
     }
 
     /// Removes the predecessors for which no operation needs to wait. A send that was not granted continues from a copy
-    /// of its data, because its peer may post the receive only after the operation that waits here. A granted send ends
-    /// without help, so it stays a predecessor.
+    /// of its data, because its peer might not post the receive before the operation that waits here has run. A granted
+    /// send ends without help, so it stays a predecessor.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             if !earlier.is_released() && self.messages.may_copy(earlier) {
@@ -158,7 +158,7 @@ impl State {
         moved
     }
 
-    /// The messages that have not ended, including held ones.
+    /// Returns the messages that have not ended, including held ones.
     pub fn pending_messages(&self) -> impl Iterator<Item = &Arc<Op>> {
         self.messages.pending().chain(self.order.held())
     }
@@ -167,7 +167,7 @@ impl State {
         self.messages.has_pending() || self.order.holds_some()
     }
 
-    /// The earlier operation of this rank for which `op` waits.
+    /// Returns the earlier operation of this rank for which `op` waits.
     pub fn predecessor_of(&self, op: &Op) -> Option<&Arc<Op>> {
         let entry = || self.entries.iter().find(|entry| std::ptr::eq(&*entry.op, op));
         let earlier = match self.order.find(op) {
@@ -237,8 +237,8 @@ impl State {
         ended
     }
 
-    /// Called when a lane ends because of an error. Marks as done those of its operations on which no other lane works,
-    /// and returns them.
+    /// Called when a lane ends because of an error. Marks the lane's operations on which no other lane works as done,
+    /// and returns these operations.
     pub fn release_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
         let mut left = Vec::new();
         for number in std::mem::take(&mut self.taken[lane]) {
@@ -324,7 +324,7 @@ mod tests {
     use super::*;
     use crate::types::Request;
 
-    /// A state with operations 1 to `count`, of two segments each.
+    /// Makes a state with operations 1 to `count`, of two segments each.
     fn issued(count: u64) -> State {
         let messages = Messages::new(2, Arc::default(), usize::MAX);
         let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0, messages);

@@ -1,5 +1,5 @@
-//! Large collectives in which several ranks of a host talk to other hosts. Each of them talks to the ranks that have
-//! the same local rank (its rail):
+//! Large collectives in which several ranks of a host talk to other hosts. Each such rank talks to the ranks of other
+//! hosts that have the same local rank (its rail):
 //!
 //! | collective | inside | in every rail | inside |
 //! | --- | --- | --- | --- |
@@ -7,10 +7,10 @@
 //! | reduce_scatter | reduce_scatter of the rails' blocks | reduce_scatter to the rail's ranks | |
 //! | broadcast | broadcast on the root's host | broadcast of a share from the root's host | all_gather on the others |
 //!
-//! The first two need the same number of ranks on every host and use all of them. Broadcast uses at most as many rails
-//! as the smallest host has ranks. Between two hosts the same number of bytes is sent as with one leader
-//! (`collectives`), but over one connection per rail, and fewer bytes are copied inside the hosts. The order of
-//! summation and the bits of the result are the same.
+//! The first two need the same number of ranks on every host and use all ranks. Broadcast uses at most as many rails as
+//! the smallest host has ranks. Between two hosts the same number of bytes is sent as with one leader (`collectives`),
+//! but over one connection per rail, and fewer bytes are copied inside the hosts. The order of summation and the bits
+//! of the result are the same.
 //!
 //! Source: the two-level scheme of hierarchical all-reduces, for instance in Horovod and MVAPICH2, applied to each
 //! kind.
@@ -28,7 +28,7 @@ impl BatchRun<'_> {
         self.chosen.leaders > 1 && self.host_map.is_even()
     }
 
-    /// The ranks of this rank's rail, and the borders of their blocks in a contiguous buffer.
+    /// Returns the ranks of this rank's rail, and the borders of their blocks in a contiguous buffer.
     fn rail_borders(&self, sizes: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let members = self.host_map.leaders(self.host_map.local_rank);
         let starts = borders(members.iter().map(|rank| sizes[*rank]));
@@ -107,7 +107,7 @@ impl BatchRun<'_> {
     }
 }
 
-/// A buffer as a list of one span, or an empty list if the buffer is empty.
+/// Returns a buffer as a list of one span, or an empty list if the buffer is empty.
 fn pieces(buffer: &[u8]) -> Vec<Span> {
     if buffer.is_empty() { Vec::new() } else { vec![span(buffer)] }
 }

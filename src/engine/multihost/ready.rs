@@ -1,12 +1,12 @@
 //! Keeps the Ready letters of a peer, and finds the message of this rank to which each letter belongs.
 //!
-//! A receiver that posts a large receive before its message has arrived passes the memory to the link at once and says
-//! so by a Ready letter. If a send finds such a letter, it sends its body at once: one exchange instead of three
+//! A receiver that posts a large receive before its message has arrived passes the memory to the link immediately and
+//! says so by a Ready letter. A send that finds such a letter sends its body immediately: one exchange instead of three
 //! (announcement, grant, body). Messages that were sent before the letter arrived may cross it. Both sides know the
-//! order of the messages of a tag, so the letter says how many messages of this rank the receiver had seen (`seen`) and
-//! how many earlier receives from this rank with this tag still waited (`ahead`). The messages that were in flight take
-//! these receives in order. If one of these messages takes the receive that the letter announces, the letter grants
-//! that message.
+//! order of the messages of a tag, so two numbers in the letter identify the message for the receive. `seen` is how
+//! many messages of this rank the receiver had seen. `ahead` is how many earlier receives from this rank with this tag
+//! still waited. The messages that were in flight take these receives in order. If one of these messages takes the
+//! receive that the letter announces, the letter grants that message.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -52,20 +52,21 @@ struct Line {
 
 impl Receives {
     /// Counts a message that is being sent, and returns its number. If the peer has posted its receive, also returns
-    /// the body under which it can be sent at once.
+    /// the body under which the message can be sent immediately.
     pub fn send(&mut self, tag: u32, bytes: u64) -> (u64, Option<u64>) {
         self.sent += 1;
         if self.last.len() == REMEMBERED {
             self.forgotten = self.last.pop_front().map_or(0, |(number, _)| number);
         }
         self.last.push_back((self.sent, tag));
-        // If the message has a different size than the receive, that is an error. It is reported on both sides, because
-        // the message is then announced.
+        // It is an error if the message has a different size than the receive. The message is then announced, so that
+        // both sides report the error.
         let body = self.letter_for(tag).filter(|(room, _)| *room == bytes).map(|(_, body)| body);
         (self.sent, body)
     }
 
-    /// The letter for the message that is being sent with this tag. Returns the bytes of its receive, and its body.
+    /// Finds the letter for the message that is being sent with this tag. Returns the bytes of its receive, and its
+    /// body.
     fn letter_for(&mut self, tag: u32) -> Option<(u64, u64)> {
         let line = self.lines.get_mut(&tag)?;
         let at = line.passed;

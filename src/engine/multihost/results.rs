@@ -1,10 +1,10 @@
 //! Compares the results of ranks on several hosts (`engine::verify`), if the group has the option `verify`.
 //!
-//! Each rank hashes the results of the operations that a batch completes into one word, and sends it in the header of a
-//! later batch, in a field that only PREMUL_SUM needs (`FrameHeader::factor`). So no message becomes longer. The header
-//! reaches all ranks of the host, and the ranks of other hosts with which the schedule exchanges frames. As soon as a
-//! rank has its own word and another rank's word of the same batch, it compares them, together with all other words of
-//! that batch that it has received.
+//! Each rank hashes into one word the results of all operations that a batch completes. It sends the word in the header
+//! of a later batch, in a field that only PREMUL_SUM needs (`FrameHeader::factor`). So no message becomes longer. The
+//! header reaches all ranks of the host, and the ranks of other hosts with which the schedule exchanges frames. As soon
+//! as a rank has its own word and another rank's word of the same batch, it compares all words of that batch that it
+//! has.
 //!
 //! A word consists of the low bits of the batch's number, which is equal on all ranks, and the upper bits of the hash.
 
@@ -29,13 +29,13 @@ const KEPT: u64 = 512;
 /// At most this many words of this rank wait to be sent. Only if most operations are PREMUL_SUM can there be
 /// more; then the oldest are never sent.
 const WAITING: usize = 64;
-/// Within this many batches all ranks have sent their words of one batch: a rank takes a word when it begins a batch,
-/// and two batches are in flight.
+/// All ranks have sent their words of a batch at most this many batches later: a rank sends a word with each batch that
+/// it begins, and two batches are in flight.
 const EXPECTED: usize = 4;
 /// If differences do not fail the group, at most this many are logged.
 const MOST_WARNINGS: u64 = 20;
 
-/// The hash of the results of these operations, in order.
+/// Returns the hash of the results of these operations, in order.
 pub fn hash(part: Part, ops: &[Arc<Op>]) -> Option<u64> {
     let mut all = None;
     for op in ops {
@@ -87,8 +87,8 @@ impl Ledger {
         Ledger { verify, names, begun: 0, own, waiting, heard, undecided: 0, warned: 0 }
     }
 
-    /// The word for the header of the batch that begins; 0 if there is none. Also removes old words, before their batch
-    /// bits can be mistaken for those of a newer batch.
+    /// Returns the word for the header of the batch that begins; 0 if there is none. Also removes old words, before
+    /// their batch bits can be mistaken for those of a newer batch.
     pub fn next_word(&mut self, batch: u64) -> u64 {
         self.begun = self.begun.max(batch);
         let oldest = self.begun.saturating_sub(KEPT);
@@ -120,9 +120,9 @@ impl Ledger {
         }
     }
 
-    /// Called after each batch. Returns an error if a rank's word differs from this rank's word of the same batch, as
-    /// soon as it is known whose result is wrong or no more words of that batch are expected. That batch is then
-    /// forgotten. If differences do not fail the group, logs the error instead.
+    /// Called after each batch. If another rank's word differs from this rank's word of the same batch, returns an
+    /// error as soon as it is known whose result is wrong, or when no more words of that batch are expected. Then
+    /// forgets that batch. If differences do not fail the group, logs the error instead.
     pub fn difference(&mut self) -> Option<Error> {
         let differs = |(_, _, word): &(u64, usize, u64), own: u64| same_batch(own, *word) && own != *word;
         let at = self.own.iter().position(|own| self.heard.iter().any(|heard| differs(heard, own.word)))?;

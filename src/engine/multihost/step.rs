@@ -37,12 +37,12 @@ pub enum Take<'a> {
     /// memory.
     Each(&'a mut dyn FnMut(usize, Arrived)),
     /// Is called for each segment in order, with its offset in the messages and this segment of every receive. All
-    /// receives must have the same size, and none may have memory.
+    /// receives must have the same size, and no receive may have memory (`into`).
     Together(&'a mut dyn FnMut(usize, &[&[u8]])),
 }
 
-/// The segments of a message of `bytes` bytes, equal on both sides. The last one includes the remainder, so that none
-/// is short.
+/// Returns the segments of a message of `bytes` bytes, equal on both sides. The last one includes the remainder, so
+/// that none is short.
 pub fn segments(bytes: usize, segment: usize) -> impl Iterator<Item = Range<usize>> {
     let count = (bytes / segment).max(1);
     (0..count).map(move |at| at * segment..if at + 1 == count { bytes } else { (at + 1) * segment })

@@ -18,7 +18,7 @@ pub(super) struct Talk {
     /// goodbye.
     pub in_barrier: bool,
     pub leaving: bool,
-    /// While it exists, the link reads letters even if no thread waits.
+    /// While this guard exists, the link reads letters even if no thread waits.
     pub awaiting: Option<Box<dyn Send>>,
 }
 

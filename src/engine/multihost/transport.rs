@@ -1,8 +1,8 @@
 //! Sends messages between hosts: frames over any [`Link`], and the messages of one step of a schedule. Each lane has:
 //!
 //! - *Frames* (`frames`). A frame is a short message: a header and the data, if it fits. Receives for the next frames
-//!   of a peer are always posted ahead, so a frame takes one latency. gloo's senders wait for a ready message, so there
-//!   a receive that is posted late costs a further round trip.
+//!   of a peer are always posted ahead, so a frame takes one latency. In gloo, a sender waits for a ready message of
+//!   the receiver, so a receive that is posted late costs a further round trip.
 //! - Data messages, for data that does not fit into a frame. Their tag contains a hash of the batch, so that the tags
 //!   of two ranks that disagree about an operation do not match. Such ranks find the mismatch by their frame headers.
 //!   The data is sent directly from its memory and received directly into its memory (`Outgoing`, `Incoming`). If the
@@ -44,7 +44,7 @@ struct Body {
     buffer: Vec<u8>,
 }
 
-/// The posted receives of a step. If they are dropped, they are given up.
+/// The posted receives of a step. Dropping this gives up the receives.
 #[derive(Default)]
 pub struct Posted(Vec<Body>);
 
@@ -56,11 +56,11 @@ pub struct Exchange<'a> {
     pub segment: usize,
     pub sends: &'a [Outgoing],
     pub receives: Posted,
-    /// The receives of the next step that can be posted now. Then its data need not wait for a request.
+    /// The receives of the next step that can be posted now, so that their data need not wait for a request.
     pub next: Vec<Incoming>,
 }
 
-/// The messages of one lane of a group, which never match those of the other lane.
+/// The messages of one lane of a group. They never match those of the other lane.
 pub struct Transport {
     link: Arc<dyn Link>,
     names: Arc<Names>,
@@ -116,7 +116,8 @@ impl Transport {
         Ok(())
     }
 
-    /// Returns the fault or goodbye that the peer sent before a send to it failed, or else the send's error.
+    /// Called with the error of a send to `peer`. Returns the fault or goodbye that `peer` sent before, or else that
+    /// error.
     fn last_word(&mut self, peer: usize, own: &FrameHeader, error: Error) -> Error {
         while let Some(transfer) = self.peers.get_mut(&peer).and_then(Peer::next_frame) {
             let Ok(frame) = self.finish(peer, transfer, clock::now()) else { return error };
@@ -154,7 +155,7 @@ impl Transport {
         result.map_err(|broken| self.lost(peer, &broken))
     }
 
-    /// The error for a transfer to or from `peer` that failed. It includes the link's text.
+    /// Returns the error for a failed transfer to or from `peer`. It includes the link's text.
     fn lost(&self, peer: usize, Broken { is_late, words }: &Broken) -> Error {
         if *is_late {
             let first = words.lines().next().unwrap_or_default();
@@ -164,7 +165,7 @@ impl Transport {
         self.names.lost(peer, &self.at.during(), words)
     }
 
-    /// The error to return if the link refuses to send to `peer` or to receive from it.
+    /// Returns this rank's error for the link's refusal to send to `peer` or to receive from it.
     fn refused(&self, peer: usize, error: Error) -> Error {
         match error {
             error if error.rank().is_some() => self.lost(peer, &error.text().into()),
@@ -208,15 +209,16 @@ impl Transport {
         Ok(Posted(bodies))
     }
 
-    /// One step: starts a send to each peer in `sends`, posts the receives of the next step, then completes the posted
-    /// receives of this step. If a receive has no `into`, its data is passed to `take` in pieces of about `segment`
-    /// bytes. Returns the smallest `issued` of all headers, and the receives of the next step. After this returns, the
-    /// memory of this step is no longer used; after an error, that of the next step neither.
+    /// Runs one step: starts a send to each peer in `sends`, posts the receives of the next step, then completes the
+    /// posted receives of this step. If a receive has no `into`, its data is passed to `take` in pieces of about
+    /// `segment` bytes. Returns the smallest `issued` of all headers, and the receives of the next step. After this
+    /// returns, the memory of this step is no longer used. After an error, the memory of the next step is not used
+    /// either.
     ///
     /// # Safety
-    /// All pieces must be valid during the call, and those of `next` as `post` says. Nothing else may write the pieces
-    /// of `sends` that stay, or use those of the receives. These sets must not overlap, except that a peer may return in
-    /// `next` what it got in this step.
+    /// All pieces must be valid during the call, and those of `next` for as long as `post` says. Nothing else may write
+    /// the pieces of a send with `stays`, or use the pieces of the receives. These sets must not overlap, except that a
+    /// peer may return in `next` what it got in this step.
     pub unsafe fn step(&mut self, step: Exchange, take: Take) -> Result<(u64, Posted)> {
         const ON_THEIR_WAY: usize = 4;
         let Exchange { header, deadline, segment, sends, receives: Posted(bodies), next } = step;
@@ -250,9 +252,9 @@ impl Transport {
         Ok((issued, next))
     }
 
-    /// Waits for a send from memory of the operation. If the message waits for the receiver's request and a frame of the
-    /// receiver arrives meanwhile that does not belong to this batch, the two ranks disagree and the receiver may never
-    /// ask; that is an error.
+    /// Waits for a send from memory of the operation. While the message waits for the receiver's request, a frame of
+    /// the receiver may arrive that does not belong to this batch. That is an error: the two ranks disagree, and the
+    /// receiver may never send its request.
     fn finish_held(
         &mut self,
         peer: usize,
@@ -273,7 +275,8 @@ impl Transport {
         self.finish(peer, transfer, deadline).map(drop).map_err(|error| self.last_word(peer, own, error))
     }
 
-    /// The error, if the next frame of `peer` has arrived and contradicts this batch. The frame stays in the queue.
+    /// Returns the error if the next frame of `peer` has arrived and contradicts this batch. The frame stays in the
+    /// queue.
     fn early_word(&mut self, peer: usize, own: &FrameHeader) -> Option<Error> {
         if let Some(error) = self.questions(peer, own) {
             return Some(error);
@@ -488,7 +491,7 @@ impl Transport {
         }
     }
 
-    /// The ranks with which this lane has exchanged messages.
+    /// Returns the ranks with which this lane has exchanged messages.
     pub fn peers(&self) -> Vec<usize> {
         self.peers.keys().copied().collect()
     }

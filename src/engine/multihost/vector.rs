@@ -33,7 +33,7 @@ pub struct Vector {
     pub runs: Vec<Run>,
 }
 
-/// The reduce op that combines partial results.
+/// Returns the reduce op that combines partial results.
 pub fn partial(op: ReduceOp) -> ReduceOp {
     match op {
         ReduceOp::Avg | ReduceOp::PremulSum(_) => ReduceOp::Sum,
@@ -68,21 +68,21 @@ impl Vector {
         self.runs.last().map_or(0, |run| run.bytes.end)
     }
 
-    /// The largest element boundary at or below `at`.
+    /// Returns the largest element boundary at or below `at`.
     fn border(&self, at: usize) -> usize {
         let run = self.runs.iter().find(|run| at < run.bytes.end);
         run.map_or(at, |run| at - (at - run.bytes.start) % run.dtype.size())
     }
 
-    /// Messages of these elements are cut into segments of this size. A message must be cut between two elements, so a
-    /// vector of several types is not cut.
+    /// Returns the size of the segments into which messages of these elements are cut. A message must be cut between
+    /// two elements, so a vector of several types is not cut.
     pub fn segment(&self) -> usize {
         /// A segment and the elements with which it is combined fit into a core's cache.
         const SEGMENT: usize = 256 << 10;
         if self.runs.len() > 1 { usize::MAX } else { SEGMENT }
     }
 
-    /// Part `part` of `parts` nearly equal parts of `range`, cut between elements.
+    /// Returns part `part` of `range`, which is cut between elements into `parts` nearly equal parts.
     pub fn part(&self, range: &Range<usize>, part: usize, parts: usize) -> Range<usize> {
         let cut = |n: usize| match n {
             0 => range.start,
@@ -146,8 +146,8 @@ impl Vector {
         });
     }
 
-    /// Combines the original elements of all ranks in rank order, which gives the bits of one host. `sources` has
-    /// `to.len()` bytes per rank, concatenated.
+    /// Combines the original elements of all ranks in rank order, so the result has the same bits as on one host.
+    /// `sources` has `to.len()` bytes per rank, concatenated.
     pub fn combine_all(&self, at: usize, to: &mut [u8], sources: &[u8], factors: &[f64]) {
         let bytes = to.len();
         assert!(bytes == 0 || sources.len() == bytes * factors.len(), "one range a rank");
@@ -172,7 +172,7 @@ impl Vector {
     }
 }
 
-/// The spans that hold the bytes `range` of a list.
+/// Returns the spans that hold the bytes `range` of a list.
 pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     let mut found = Vec::new();
     let mut start = 0;
@@ -205,7 +205,7 @@ pub fn copy_across(from: &[Span], to: &[Span]) {
     unsafe { transfer(Pieces(from), 0, Pieces(to), 0, Pieces(from).bytes()) };
 }
 
-/// The memory of a list as one slice. None unless the list has exactly one span, which is not empty.
+/// Returns the memory of a list as one slice. None unless the list has exactly one span, which is not empty.
 ///
 /// # Safety
 /// The memory must be valid, and unused by others, as long as the slice lives.
@@ -215,12 +215,12 @@ pub unsafe fn whole<'a>(spans: &[Span]) -> Option<&'a mut [u8]> {
     (one.bytes > 0).then(|| unsafe { std::slice::from_raw_parts_mut(one.addr as *mut u8, one.bytes) })
 }
 
-/// A buffer as a span.
+/// Returns a buffer as a span.
 pub fn span(buffer: &[u8]) -> Span {
     Span { addr: buffer.as_ptr() as usize, bytes: buffer.len() }
 }
 
-/// A writable buffer as a span.
+/// Returns a writable buffer as a span.
 pub fn written(buffer: &mut [u8]) -> Span {
     Span { addr: buffer.as_mut_ptr() as usize, bytes: buffer.len() }
 }

@@ -49,11 +49,11 @@ pub struct Bases {
 /// The progress of a large operation.
 pub struct Rounds {
     chunk: usize,
-    /// Of the ranks from which this rank takes, those below this number have headers that agree. All of them must agree
-    /// before the first take.
+    /// Among the ranks from which this rank takes, the headers of those below this number agree. The headers of all
+    /// ranks from which it takes must agree before the first take.
     seen: usize,
-    /// The same for the ranks from which this rank does not take. A step compares their headers only if it can do
-    /// nothing else.
+    /// The same number for the ranks from which this rank does not take. A step compares their headers only if it can
+    /// do nothing else.
     beside: usize,
     /// Set when the operation is first among the large ones and its number of rounds is known.
     plan: Option<Plan>,
@@ -484,8 +484,8 @@ impl Bulk<'_> {
     }
 
     /// Combines `bytes` of every rank into `to`, in rank order. This rank's own bytes are read from the inputs at `at`,
-    /// and never from its stage buffer: this rank's fills wait only for its peers, so the buffer may already contain a
-    /// later round.
+    /// never from its stage buffer. This rank refills that buffer as soon as its peers have read it, without waiting
+    /// for this function, so it may already contain a later round.
     ///
     /// # Safety
     /// `stage(q)` must be ready for `bytes` for every peer. `to` must have room for `bytes` and overlap no stage
@@ -548,7 +548,7 @@ impl Bulk<'_> {
     }
 }
 
-/// `Kernel::reduce` of `bytes`, split among the threads that were lent to the calling thread.
+/// Calls `Kernel::reduce` for `bytes` bytes, split among the threads that were lent to the calling thread.
 ///
 /// # Safety
 /// As for `Kernel::reduce`.

@@ -29,8 +29,8 @@ use crate::select::{Choice, GroupShape, OpDesc, Path, Policy};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
-    /// Not published yet. A peer may still read the slot that the operation needs, an earlier operation uses the same
-    /// memory, or the group does not fuse and an earlier collective has not ended.
+    /// Not published yet, for one of three reasons. A peer may still read the slot that the operation needs, an earlier
+    /// operation uses the same memory, or the group does not fuse and an earlier collective has not ended.
     Queued,
     /// Published in its slot. The headers of ranks below this number have been checked.
     Slots(usize),
@@ -152,10 +152,10 @@ impl Shm {
         self.ordered = self.turns;
     }
 
-    /// Removes the predecessors for which no operation needs to wait. A send that `p2p` has accepted continues from a
-    /// copy of its data, because its peer may post the receive only after the operation that would wait here. If the
-    /// peer is already reading the send's tensor, the send stays, because the peer will finish reading even if it
-    /// waits for other operations.
+    /// Removes the predecessors for which the operation need not wait. One of these is a send that `p2p` has accepted:
+    /// it continues from a copy of its data. To wait for it could be a deadlock, because its peer may post the receive
+    /// only after the operation that would wait here. If the peer is already reading the send's tensor, the send
+    /// remains a predecessor, because the peer will finish reading even while it waits for other operations.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             let sends =
@@ -186,8 +186,9 @@ impl Shm {
         Ok(moved)
     }
 
-    /// Advances the published operation at `at`. Returns its step, and whether it runs in rounds. Only one operation
-    /// runs in rounds at a time, because all use the same stage. `large`: an earlier operation runs in rounds.
+    /// Advances the published operation at `at`. Returns its step, and whether it is large (in phase `Rounds` or
+    /// `Mapped`). Only one large operation runs at a time, because operations in rounds use the same stage. `large`: an
+    /// earlier operation is large.
     fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
         let area = &*self.area;
         let Entry { op, kernel, path, phase, .. } = &mut self.entries[at];
@@ -351,7 +352,7 @@ impl Shm {
         waits
     }
 
-    /// The operations that cannot end before `peer` makes further progress. Checks the conditions under which
+    /// Returns the operations that cannot end before `peer` makes further progress. Checks the conditions under which
     /// operations advance. `gone` selects the ranks that will make no further progress.
     fn blocked_by(&self, peer: usize, gone: &dyn Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let area = &*self.area;

@@ -61,8 +61,8 @@ pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
     }
 }
 
-/// Checks that the `needed` slots of rank `seen` and higher ranks are published and that their signatures agree.
-/// Returns the first rank whose slot is not published yet, or the number of ranks.
+/// For each `needed` rank from `seen` on, checks that its slot is published and that its header agrees with this
+/// rank's. Returns the first rank whose slot is not published yet, or the number of ranks.
 pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> bool) -> Result<usize> {
     while seen < area.ranks {
         if seen != area.me && needed(seen) {
@@ -101,8 +101,8 @@ fn mismatch(number: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error
     different(called(me, own), called(peer, theirs), UNTOUCHED)
 }
 
-/// The error, if the `aux` words of the headers show that two ranks passed different lists of tensors to this
-/// operation. None if the words do not show this; for PREMUL_SUM they are factors.
+/// Returns an error if the `aux` words of the headers show that two ranks passed different lists of tensors to this
+/// operation. None if the words do not show this, or if they are factors (PREMUL_SUM).
 fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> Option<Error> {
     if !lists::possible(op.signature)
         || matches!(op.request.op, ReduceOp::PremulSum(_))
@@ -179,7 +179,7 @@ fn sizes(me: usize, request: &Request) -> String {
     }
 }
 
-/// The error if the block of rank `peer` has another size than this rank expects.
+/// Returns the error for a block of rank `peer` that has another size than this rank expects.
 pub fn wrong_block(op: &Op, me: usize, peer: usize, theirs: u64, expected: u64) -> Error {
     let head = format!("in {} rank {peer} brings {theirs} bytes where rank {me} has room for {expected}", op.what());
     Error::mismatch(laid_out(&head, &[UNTOUCHED.to_string()], SAME_LISTS))

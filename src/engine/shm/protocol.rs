@@ -7,8 +7,8 @@
 //! **Slots.** Operation `n` of a group uses slot `n mod depth` of each rank. A rank writes the payload, then stores the
 //! tag `n` (release). A peer that loads the tag `n` (acquire) may read the payload. When a rank no longer reads any
 //! slot of operations up to `n`, it stores `Done = n` (release). Before a rank overwrites the slot of operation
-//! `n - depth`, it must have loaded (acquire) `Done >= n - depth` from every peer. Their reads then happen before the
-//! overwrite, so no trailing barrier is needed and payload accesses are plain.
+//! `n - depth`, it must have loaded (acquire) `Done >= n - depth` from every peer. The peers' reads then happen before
+//! the overwrite, so no trailing barrier is needed and payload accesses are plain.
 //!
 //! **Rounds.** Large operations are cut into rounds. Rounds are numbered consecutively over all operations of the
 //! group. For each region (stage, result) a rank has two buffers and two counters. `Ready = g + 1` means that the rank

@@ -2,9 +2,9 @@
 //!
 //! Each rank writes the hash of each result into shared memory (`protocol`, **Hashes**) and compares it with the hash
 //! of the next rank; the last rank compares with rank 0. So each rank reads the hashes of only one peer, however many
-//! ranks there are, and if results differ, at least two ranks find it. Eight words share a cache line, so hashes of
-//! small operations are compared eight at a time; after a large operation or a barrier all published hashes are
-//! compared.
+//! ranks there are, and if results differ, at least two ranks find a difference. Eight words share a cache line, so
+//! hashes of small operations are compared eight at a time; after a large operation or a barrier all published hashes
+//! are compared.
 //!
 //! A rank that has found a difference reads the words of all ranks. Its operations do not end until every rank has
 //! published its hash, because each rank has a vote; but this rank waits at most `PATIENCE`.
@@ -24,8 +24,7 @@ use crate::os::{clock, topology};
 use crate::reduce::hash::SPARE;
 use crate::types::{Kind, Span};
 
-/// An operation with fewer bytes starts a comparison only when the results of `TOGETHER` operations are not compared
-/// yet.
+/// An operation with fewer bytes starts a comparison only if at least `TOGETHER` operations have not been compared yet.
 const LARGE: u64 = 16 << 10;
 const TOGETHER: u64 = 8;
 /// After a difference was found, a rank waits at most this long for the hashes of all ranks.
@@ -77,8 +76,8 @@ impl Results {
         }
     }
 
-    /// Publishes the hash of the result of `op`. The result is complete. Returns false if a large result is only partly
-    /// hashed; then it must be called again.
+    /// Publishes the hash of the result of `op`. The result must be complete. Returns false if a large result is only
+    /// partly hashed; then the caller must call again.
     pub fn publish(&mut self, area: &Area, op: &Op) -> bool {
         let n = op.number;
         let mut word = self.mark(n);
@@ -104,8 +103,8 @@ impl Results {
     }
 
     /// Compares the hashes of operations up to number `done`, if this is due. All of these operations have ended on
-    /// this rank; `op` is the operation that ends now. Returns false while a difference was found and ranks still have
-    /// to publish their hashes.
+    /// this rank; `op` is the operation that ends now. Returns false while a difference is known and some ranks still
+    /// have to publish their hashes.
     pub fn compare(&mut self, area: &Area, op: &Op, done: u64) -> Result<bool> {
         let is_due =
             op.request.kind == Kind::Barrier || op.payload() >= LARGE || done.saturating_sub(self.compared) >= TOGETHER;
@@ -153,7 +152,7 @@ impl Results {
     }
 }
 
-/// The result of an operation, if its rounds complete the result from the beginning.
+/// Returns the result of an operation, if the operation's rounds complete it from the beginning on.
 fn followed(op: &Op) -> Option<&[Span]> {
     verify::result(&op.request).filter(|_| op.request.kind != Kind::AllGather)
 }

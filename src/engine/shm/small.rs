@@ -1,6 +1,6 @@
 //! Runs small operations in one exchange of tagged slots.
 //!
-//! Idea: every rank writes the data that its peers need into its own slot. Then each rank reads all the slots that it
+//! Idea: every rank writes into its own slot the data that its peers need. Then each rank reads all the slots that it
 //! needs and combines them by itself. Steps: 1 (write, tag, read). Bytes per rank: it writes its own payload and reads
 //! up to (P-1) payloads. Order of summation: rank 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the
 //! single exchange of DeepSpeed's shm all_reduce, with one numbering for all kinds of operation and no trailing barrier

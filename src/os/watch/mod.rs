@@ -63,8 +63,9 @@ pub fn install() {
     });
 }
 
-/// Number of forks that led to this process. If an object (thread, group, watch) was made under a different number, it
-/// belongs to the parent and must not be used here: its threads do not run, and its shared memory must not be written.
+/// Returns the number of forks that led to this process. If an object (thread, group, watch) was made under a different
+/// number, it belongs to the parent and must not be used here: its threads do not run, and its shared memory must not
+/// be written.
 #[inline]
 pub fn generation() -> u32 {
     PROCESS.generation.load(Ordering::Relaxed)
@@ -97,9 +98,9 @@ impl Drop for Alive {
     }
 }
 
-/// A value of the process that a forked child does not inherit, because a thread that the child does not have may have
-/// been changing it. Each process starts with the default value. In a child, the parent's value is left unchanged and
-/// leaked.
+/// A value of the process. A forked child does not inherit it, because another thread of the parent may have been
+/// changing it at the fork, and the child does not have that thread. Each process starts with the default value. In a
+/// child, the parent's value is left unchanged and leaked.
 pub struct PerProcess<T>(AtomicPtr<Made<T>>);
 
 struct Made<T> {
@@ -156,14 +157,14 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Resul
     thread
 }
 
-/// The number of this thread, which Python also uses (`threading.get_ident`).
+/// Returns the number of this thread, which Python also uses (`threading.get_ident`).
 pub fn this_thread() -> u64 {
     // SAFETY: returns a number and touches no memory.
     unsafe { libc::pthread_self() as u64 }
 }
 
-/// The letter that `ps` shows for the state of a process ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended), for error
-/// texts.
+/// Returns the letter that `ps` shows for the state of a process ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended),
+/// for error texts.
 pub fn process_state(pid: i32) -> Option<char> {
     if pid <= 0 {
         return None;

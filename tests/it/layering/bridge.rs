@@ -8,7 +8,7 @@ use std::path::Path;
 use super::files;
 
 /// A function or struct of the bridge, its parameters or fields that are bools or enums, and what their values mean.
-const FACTS: [(&str, &[&str], &str); 15] = [
+const FACTS: [(&str, &[&str], &str); 14] = [
     (
         "RustGroup::monitored_barrier",
         &["wait_all_ranks"],

@@ -5,8 +5,8 @@
 //   current stream, sleeps there, and then works on raw addresses without holding a reference. All other operators fall
 //   back to the CPU, which waits for the current stream.
 // - When memory is freed, a kernel on the stream on which it was allocated overwrites it with a pattern. The next
-//   allocation of its size on that stream gets it again, as with caching allocators. So a stream that was not made to
-//   wait reads the pattern.
+//   allocation of the same size on that stream gets this memory again, as with caching allocators. So a stream that was
+//   not made to wait reads the pattern.
 // - With a host queue, kernels, records and waits first enter a queue on the host, and another thread issues them
 //   later. Only a query of a stream waits for that queue. Some vendors' torch plug-ins have such a queue.
 #include <ATen/EmptyTensor.h>
@@ -241,7 +241,7 @@ void synchronize(int device, void* stream) {
 }
 
 // With CUDA's lazy loading the first launch of a kernel loads it, and loading may wait until the device is idle. When
-// this is turned on, the simulated device always waits for that, and answers no query meanwhile.
+// this is turned on, loading always waits until the simulated device is idle, and no query is answered meanwhile.
 class Kernels {
  public:
   void lazy(bool on) {
@@ -580,7 +580,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   return to;
 }
 
-// The copies of a whole list.
+// Copies the tensors of a whole list.
 void foreach_copy(at::TensorList to, at::TensorList from, bool) {
   for (size_t i = 0; i < to.size(); ++i) {
     if (!to[i].device().is_privateuseone() || !from[i].device().is_privateuseone()) {
@@ -783,7 +783,7 @@ void sim_set_device(int device) {
   guard.setDevice({kType, static_cast<c10::DeviceIndex>(device)});
 }
 // Returns null, or the text of the error, because no exception may pass through ctypes. The text belongs to the thread
-// until its next call.
+// until the thread's next call.
 const char* sim_synchronize(int device) {
   return refusal([&] { guard.synchronizeDevice(static_cast<c10::DeviceIndex>(device)); });
 }

@@ -18,7 +18,7 @@
 namespace sim {
 
 // Handles are opaque. A query is true if no work is pending. An event stands for its last record; a wait for an event
-// that was never recorded returns at once.
+// that was never recorded returns immediately.
 struct Runtime {
   void (*set_device)(int device) = nullptr;
   void* (*stream_create)() = nullptr;  // on the device of the calling thread; never destroyed
@@ -40,7 +40,7 @@ namespace own {
 
 using Clock = std::chrono::steady_clock;
 
-// It outlives the handle, because streams that wait for the event hold it.
+// The state outlives the event's handle, because streams that wait for the event hold the state.
 struct EventState {
   std::mutex mutex;
   std::condition_variable changed;

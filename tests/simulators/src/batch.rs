@@ -1,4 +1,4 @@
-//! Group calls: the calls between a start and an end on one thread are collected, and then issued at once.
+//! Group calls: the calls between a start and an end on one thread are collected, and then issued together.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -54,7 +54,8 @@ pub fn open(vendor: Vendor) -> bool {
     with(vendor, |batch| batch.depth > 0)
 }
 
-/// Ends one level. Returns the batch if it was the outermost level, and `None` if there was no level to end.
+/// Ends one level of nesting. Returns `None` if there was no level to end, otherwise the batch if this was the
+/// outermost level.
 pub fn end(vendor: Vendor) -> Option<Option<Batch>> {
     with(vendor, |batch| {
         batch.depth = batch.depth.checked_sub(1)?;
@@ -119,8 +120,8 @@ fn stream_error(vendor: Vendor, fault: Fault) -> Option<i32> {
     }
 }
 
-/// Issues operations when their ranks are connected; operations of one communicator are issued together. They run on
-/// the first of their streams: after earlier work of the other streams, and before later work there.
+/// Issues operations when their ranks are connected; operations of one communicator are issued together. Those run on
+/// the first of their streams: after earlier work and before later work of their other streams.
 pub fn launch(entries: Vec<Entry>) -> Result<()> {
     type Together = (Arc<Comm>, Vec<Arc<Stream>>, Vec<Call>);
     let mut comms: Vec<Together> = Vec::new();
@@ -153,7 +154,7 @@ pub fn launch(entries: Vec<Entry>) -> Result<()> {
     Ok(())
 }
 
-/// Makes everything that is issued on `later` from now on run after everything that was issued on `first`.
+/// Orders two streams: work issued on `later` from now on runs after all work that was issued on `first`.
 fn order(first: &Arc<Stream>, later: &Arc<Stream>) {
     let event = Event::new(first.device, 0, false);
     event.record_on(first);

@@ -45,7 +45,7 @@ impl Place {
         Ok(Place { server: server()?, prefix: random() })
     }
 
-    /// The place at `server` for all ranks that know this place and the same `salt`.
+    /// Returns the place at `server` that all ranks derive from this place and the same `salt`.
     pub fn derive(&self, server: Name, salt: &[u8]) -> Place {
         let whole = [self.prefix.as_slice(), salt].concat();
         let mut prefix = [0; NAME];
@@ -151,7 +151,8 @@ fn block(bytes: &[u8]) -> Vec<u8> {
     [&(bytes.len() as u32).to_le_bytes()[..], bytes].concat()
 }
 
-/// Serves one request: an opcode, a key and a value. The answer says whether there is a value, and then has the value.
+/// Serves one request: an opcode, a key and a value. The answer says whether there is a value, followed by the value
+/// (empty if there is none).
 fn serve(mut stream: &UnixStream, keys: &Keys) -> std::io::Result<()> {
     let mut what = [0];
     stream.read_exact(&mut what)?;

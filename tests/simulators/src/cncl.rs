@@ -337,7 +337,7 @@ impl OpDesc {
         Ok(())
     }
 
-    /// `inner` may be at `place`, inside `outer`; otherwise the two must not overlap.
+    /// Checks two buffers: `inner` may be at `place`, inside `outer`; otherwise the two must not overlap.
     fn in_place(&self, inner: Buffer, outer: Buffer, place: usize) -> Result<(), i32> {
         if inner.0 == place || apart(inner, outer) {
             return Ok(());

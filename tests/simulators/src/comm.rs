@@ -1,7 +1,7 @@
 //! One communicator: a group of the project's engine, and the order in which its operations run.
 //!
 //! The operations of a communicator run one after the other, in the order in which they were issued, whatever their
-//! streams are, and on the threads of those streams. If one fails, the communicator has an asynchronous error. What
+//! streams are. Each runs on the thread of its stream. If one fails, the communicator has an asynchronous error. What
 //! then happens on the stream differs. Under NCCL and CNCL the operation hangs until the communicator is aborted. HCCL
 //! has no abort, so the stream has an error. Nothing hangs for longer than the simulators' own limit.
 
@@ -115,8 +115,8 @@ pub struct Comm {
     running: AtomicUsize,
     /// Number of calls that were reported to the caller as in progress.
     pub in_progress: AtomicUsize,
-    /// Numbers of communicators made from this one, by splits and by shrinks. They are separate, because not all ranks
-    /// take part in a shrink.
+    /// Numbers of communicators made from this one, by splits and by shrinks. The two are counted separately, because
+    /// not all ranks take part in a shrink.
     children: [AtomicUsize; 2],
     collectives: AtomicU64,
     /// Keys of the connections that are made (module `connect`).
@@ -268,13 +268,14 @@ impl Comm {
         self.children[usize::from(shrinks)].fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The place at which `members`, ranks of this communicator, meet for a child; `what` names the child.
+    /// Returns the place at which the ranks `members` of this communicator meet to make a child; `what` names the
+    /// child.
     pub fn child_place(&self, members: &[u32], what: &str) -> Option<Place> {
         let leader = self.peers().get(*members.first()? as usize)?.server;
         Some(self.place.derive(leader, format!("{what} {members:?}").as_bytes()))
     }
 
-    /// Exchanges a value of every rank, and returns the values by rank. A host call that waits for its turn.
+    /// Exchanges a value of every rank, and returns the values by rank. This is a host call, which waits for its turn.
     pub fn exchange(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ticket = self.ticket();
         let outcome = match self.wait_turn(ticket) {

@@ -108,8 +108,9 @@ impl Connecting<'_> {
         Ok(())
     }
 
-    /// With a real library the program may end now, but the simulator's store would end with it. So this process waits
-    /// until the other ranks have seen that it is there. The wait has a limit, because a dead rank never looks.
+    /// Waits until the other ranks have seen that this rank is there. With a real library the program may end now, but
+    /// here the store that this process serves would end with the program. The wait has a limit, because a dead rank
+    /// never looks.
     fn stay_until_seen(&self, store: Option<&Client>) {
         let end = Instant::now() + STAY;
         let unseen = |side: &Side| !has(store, &side.seen(&side.other, &side.own));
@@ -119,7 +120,8 @@ impl Connecting<'_> {
     }
 }
 
-/// Also returns false if the store's process has ended: its store does not answer then, like a peer that has ended.
+/// Returns whether the store has the key. Also returns false if the store's process has ended: the store then does not
+/// answer, like a peer that has ended.
 fn has(store: Option<&Client>, key: &str) -> bool {
     matches!(store.map(|store| store.try_get(key)), Some(Ok(Some(_))))
 }

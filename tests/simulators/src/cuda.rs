@@ -282,7 +282,7 @@ extern "C" fn sim_cuStreamDestroy_v2(handle: usize) -> CUresult {
     }
 }
 
-/// True if the stream is being captured. A query then invalidates the capture.
+/// Returns whether the stream is being captured. If so, invalidates the capture, as a query of a stream does.
 fn asked_while_capturing(stream: &Stream) -> bool {
     stream.capture().inspect(|capture| capture.invalidate()).is_some()
 }

@@ -38,7 +38,7 @@ impl Event {
         Arc::new(Event { device, flags, patient, inner: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Use `Stream::record`, which respects the host queue.
+    /// Records the event on the stream, bypassing the host queue. `Stream::record` respects that queue.
     pub fn record_on(self: &Arc<Event>, stream: &Stream) {
         let mut inner = self.inner.lock().unwrap();
         inner.capture = stream.capture().map(|capture| (capture, std::ptr::from_ref(stream) as usize));

@@ -16,7 +16,7 @@ pub struct Settings {
     /// Delay of records on every stream, which go through a host queue; 0 for no queue.
     pub host_queue: Duration,
     /// `error_at`: the number, counted from 1, of the operation of this process that ends with an asynchronous error.
-    /// `hang_at`: the number of the one that never ends. 0 means no operation.
+    /// `hang_at`: the number of the operation that never ends. 0 means no operation.
     pub error_at: usize,
     pub hang_at: usize,
     /// The number, from 1, of the call of this process that is rejected with an error; 0 for none. Only calls that

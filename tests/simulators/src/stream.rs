@@ -21,7 +21,8 @@ use crate::event::Event;
 use crate::settings;
 use crate::table::Table;
 
-/// Work for the stream's thread. A returned number is the runtime's error; after it only work with `always` still runs.
+/// Work for the stream's thread. A returned number is the runtime's error; after an error, only work with `always`
+/// runs.
 pub type Task = Box<dyn FnOnce() -> Option<i32> + Send>;
 
 /// Work as it is pushed to a stream. A capture keeps it and issues it again with each launch of the graph.
@@ -71,8 +72,8 @@ pub struct Stream {
     changed: Condvar,
     /// The runtime's error, or 0. Written by the stream's thread (release), read by callers (acquire).
     fault: AtomicI32,
-    /// Delay of this stream's records in the host queue, in microseconds; 0 if they are issued at once. Callers set and
-    /// read it (relaxed: it orders no other memory access).
+    /// Delay of this stream's records in the host queue, in microseconds; 0 if they are issued immediately. Callers set
+    /// and read it (relaxed: it orders no other memory access).
     host_queue: AtomicU64,
 }
 

@@ -2,7 +2,8 @@
 
 The delegate, the link and the port of ``alive`` all listen at addresses chosen by one rule. If SAGELLM_SOCKET_IFNAMES,
 or else GLOO_SOCKET_IFNAME, names interfaces, only their addresses are used. SAGELLM_SOCKET_IFNAMES also gives each
-interface its own connection to each process. Otherwise these addresses are used, best first:
+interface its own connection to each process. If neither variable names interfaces, these addresses are used, best
+first:
 
 1. the address by which this host reaches the store of the group: the other ranks reach the same store, so they are
    likely to reach this address, whatever this host's name is;

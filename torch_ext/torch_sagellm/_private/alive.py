@@ -2,10 +2,10 @@
 
 Each process that has groups over several hosts or under a delegate listens at a port of the groups' address, but never
 serves a connection there. The kernel completes the handshake, even if the process is stopped or busy. When the process
-ends for any reason, its connections break and a new one is refused. A refused connection is the only evidence that the
-process is gone. A connection that is closed in order is no evidence, because the process closes waiting connections to
-empty the queue. If a host is unreachable, or the queue of the port is full, no answer comes, and that is no evidence
-either. The connections of gloo and of the link cannot be used, because a live rank whose group failed has closed them.
+ends for any reason, its connections break and a new connection is refused. A refused connection is the only evidence
+that the process is gone. A closed connection is no evidence, because the process closes waiting connections to empty
+the queue. If a host is unreachable, or the queue of the port is full, no answer comes, and that is no evidence either.
+The connections of gloo and of the link prove nothing, because a live rank whose group failed has closed them, too.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch_sagellm._private.texts import printable
 #: Prefix of the delegate's keys, which must differ from the rendezvous's keys in the same store.
 PREFIX = "delegate"
 DEFAULT = "gloo"
-#: Seconds after the timeout. Then the caller stops waiting for the other ranks' errors, because the store may be gone.
+#: Seconds from the timeout until the caller stops waiting for the other ranks' errors, because the store may be gone.
 GRACE = 1.0
 #: Seconds between two checks in the store for the failure of another rank.
 LOOK = 0.1
@@ -80,7 +80,8 @@ BUILT_IN: dict[str, tuple[str, Callable[[Any, Any, Any, list[str]], Any]]] = {
 
 
 def check(name: str) -> str:
-    """The name in lower case, or a ValueError. It must be called on every rank before the ranks wait for each other."""
+    """Returns the name in lower case, or raises a ValueError. Every rank calls this before the ranks wait for each
+    other."""
     from torch.distributed import distributed_c10d as c10d
 
     wanted = (name or DEFAULT).lower()
@@ -107,9 +108,9 @@ class Facts:
 def make(name: str, options: Any, decided: Any, addresses: list[str], links: int = 1, link: str = "tcp") -> list[Any]:
     """Connects the ranks of a group that spans hosts, or creates a group's delegate. Every rank calls it.
 
-    It succeeds on all ranks, or all ranks raise the same error, at the latest a second after the group's timeout,
-    because a rank that fails publishes its error in the store. With gloo alone, a rank could wait for a peer for five
-    timeouts.
+    It succeeds on all ranks, or all ranks raise the same error, because a rank that fails publishes its error in the
+    store. This takes at most a second longer than the group's timeout. With gloo alone, a rank could wait for a peer
+    for five timeouts.
     """
     wanted = check(name)
 
@@ -148,8 +149,8 @@ class Making:
         self.options, self.decided = options, decided
         self.seconds = options.timeout.total_seconds()
         self.own = f"rank {options.group_rank} on host {os.uname().nodename} ({', '.join(addresses) or 'no address'})"
-        # Whether failures are published. Ranks that have not met have no id for their attempt to create the group, so
-        # they would find the failure of an earlier attempt.
+        # Whether failures are published. Ranks that have not met have no id for their attempt to create the group.
+        # Without an id they would find the failure of an earlier attempt under the same keys.
         self.tells = bool(decided.id.strip("0"))
         self._ended: queue.SimpleQueue[tuple[list[Any], str, BaseException | None]] = queue.SimpleQueue()
         self._over = threading.Event()

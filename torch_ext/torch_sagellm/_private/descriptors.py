@@ -1,4 +1,4 @@
-"""Checks, before a group opens any file, that the limit of open files allows all that it will open."""
+"""Checks, before a group opens any file, that the limit of open files allows all files that the group will open."""
 
 from __future__ import annotations
 

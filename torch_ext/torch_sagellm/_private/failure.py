@@ -30,7 +30,8 @@ def _id(thread: threading.Thread) -> int:
 
 
 def _error(text: str) -> Any:
-    """An exception class for one text. It is named like its base, is caught as its base, and is pickled as its base."""
+    """An exception class for one text. The class is named like its base, is caught as its base, and is pickled as its
+    base."""
     import torch.distributed as dist
 
     from torch_sagellm._private import load

@@ -1,7 +1,7 @@
 """Finds the backends of this package that serve a group. Every other module asks here.
 
 torch does not always keep our object itself: with TORCH_DISTRIBUTED_DEBUG=DETAIL it wraps the backend of every group in
-another one, which compares the calls of the ranks.
+another backend, which compares the calls of the ranks.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def check(built_for: Iterable[str], running: str, source: str) -> str:
     """Returns the version in ``built_for`` that fits the torch ``running``; raises if none fits.
 
     The layout of c10d's classes changes with every minor version. An extension that is loaded under a different version
-    may fail at once with an unknown symbol, or load and call the wrong methods. Therefore the version is checked before
-    the extension is loaded.
+    may fail immediately with an unknown symbol, or load and call the wrong methods. Therefore the version is checked
+    before the extension is loaded.
     """
     built = list(built_for)
     for version in built:

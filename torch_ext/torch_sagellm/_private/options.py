@@ -71,7 +71,7 @@ def _judge(name: str, value: Any) -> None:
         raise ValueError(f"sagellm: the option links is {value}, expected 1 to {variables.MOST_LINKS}")
     if name == "delegate":
         delegate.check(value)
-    # The core parses the text here; otherwise it would refuse a wrong one only when a group is created.
+    # The core parses the text here; otherwise it would refuse a wrong text only when a group is created.
     if name == "algorithm" and value:
         load.extension().explain_without_group("barrier", 0, "float32", 2, value)
     if name == "topology" and value:

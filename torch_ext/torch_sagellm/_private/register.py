@@ -151,8 +151,9 @@ def _detach_flight_recorder() -> None:
     """Disables torch's generic flight recorder, unless the user enabled it by ``TORCH_FR_BUFFER_SIZE``.
 
     The recorder costs 1.5 us per synchronous call. When a group fails, the recorder writes its trace on a thread that
-    needs the interpreter; if the program exits meanwhile, this aborts it. torch (from 2.15 on) attaches the recorder
-    right after ``create`` has returned, to every backend that is not in the set ``_FR_SELF_RECORDING_BACKENDS``.
+    needs the interpreter; if the program exits meanwhile, that thread aborts the process. torch (from 2.15 on) attaches
+    the recorder right after ``create`` has returned, to every backend that is not in the set
+    ``_FR_SELF_RECORDING_BACKENDS``.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -176,7 +177,8 @@ def _step_at_exit(extension: ModuleType) -> None:
 
 
 def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
-    """Logs that a group is delegated: a warning for the first one with this process as rank 0, else at level info."""
+    """Logs that a group is delegated: at level warning for the first such group of which this process is rank 0, else
+    at level info."""
     import logging
 
     from torch_sagellm.observe import log

@@ -45,7 +45,7 @@ def checked_result(what: str, tensor: Any, sparse: bool = False) -> None:
 
 
 def refuse_lazy_view(what: str, which: str, tensor: torch.Tensor) -> NoReturn:
-    """Raises the ValueError for a view that is conjugated or negated only when it is read; ``which`` names it."""
+    """Raises the ValueError for a view that is conjugated or negated only when it is read; ``which`` names the view."""
     how = "conj" if tensor.is_conj() else "neg"
     raise ValueError(
         f"sagellm {what}: torch.is_{how} of {which} is true (x.conj(), x.conj().imag), and torch loses results "

@@ -125,8 +125,8 @@ def create_comm_backend(
 
     It uses the running process group (or ``group``). If that group is of a different backend or has different settings,
     it creates a further group over the same ranks. If no group is running, it starts one from the environment that
-    torchrun sets, or without that environment a group of one rank. Equal arguments return the same object, as long as
-    its group exists.
+    torchrun sets. Without that environment it starts a group of one rank. Equal arguments return the same object, as
+    long as its group exists.
 
     Args:
         backend_type: "auto" (the library of this process's accelerator, or "cpu" if there is none; the backend's

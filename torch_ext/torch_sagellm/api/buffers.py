@@ -206,7 +206,8 @@ class CommReport:
     seconds: float = 0.0
     #: Number of operations that ended, by kind.
     operations: dict[str, int] = field(default_factory=dict)
-    #: Bytes of these operations on this rank: for each, of its inputs or its outputs, whichever is more.
+    #: Bytes of these operations on this rank: for each operation the bytes of its inputs or of its outputs, whichever
+    #: are more.
     nbytes: int = 0
     #: Sum of the seconds that operations of this rank waited for other ranks.
     waiting: float = 0.0
@@ -222,8 +223,8 @@ class monitor_communication:  # named like a function, because it is used like o
 
     All groups of this package are counted, and also ranks that are objects of this process, each with its own calls. As
     a context manager it returns a ``CommReport``, which is filled at the end of the block. As a decorator of functions
-    and methods, asynchronous ones included, it stores the report of the call that ended last in the function's
-    attribute ``report``.
+    and methods, asynchronous ones included, it sets the function's attribute ``report`` to the report of the call that
+    ended last.
 
     Args:
         what: the function, or a name for the report.

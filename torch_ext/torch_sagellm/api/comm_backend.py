@@ -46,7 +46,7 @@ class CommBackend(CommBackendProtocol):
     """Collectives over one process group, with tensors as arguments and results.
 
     All ranks call the same methods in the same order. Ranks are those of the group, counted from 0. Tensors are on the
-    CPU or on the device of this process; calls may differ in this. A call that the backend refuses raises a ValueError,
+    CPU or on the device of this process; each call may use either. A call that the backend refuses raises a ValueError,
     and nothing was sent. (A lazily conjugated or negated view as the result is refused, because torch would lose the
     result.) A call whose deadline passes raises a ``CommTimeoutError``. Other failures (a rank that died, ranks that
     called different operations) raise a ``torch.distributed.DistBackendError``. After either of the last two errors the
@@ -61,8 +61,8 @@ class CommBackend(CommBackendProtocol):
         group: a process group to work in; None means the default group. For a group of another backend, a further group
             of ours over the same ranks is created; all these ranks must then create it, in the same order.
         algorithm: rules that assign algorithms to operations and sizes, see docs/choosing.md.
-        topology_manager: the machines of the job; with it the start rules choose if no rule and no table names an
-            algorithm.
+        topology_manager: the machines of the job; with it the start rules choose the algorithm if neither a user's rule
+            nor a table names one.
         fusion: False disables fusion.
         timeout: deadline of each operation, in seconds or as timedelta; None means the group's.
         soft_timeout: an operation that is pending for longer (seconds or timedelta) gets one line in the log, see
@@ -207,10 +207,10 @@ class CommBackend(CommBackendProtocol):
         call alone. Every rank passes the same shape and dtype.
 
         ``compress`` sends fewer bytes, with the errors that docs/api.md states: "fp16", "bf16", "int8", "topk", or an
-        object of ``torch_sagellm.Half``, ``Int8``, ``TopK``. It accepts floats, "sum" and "avg". "topk" keeps the
-        elements that it leaves out for the next call with the same ``key``, which is required (ValueError): the
-        parameter whose gradient the tensor is, a name or a number. ``get_stats()["compression"]`` counts the bytes.
-        Such a call consists of several operations, so it accepts no ``timeout``. An asynchronous one needs tensors on
+        object of ``torch_sagellm.Half``, ``Int8``, ``TopK``. It accepts floats, "sum" and "avg". "topk" leaves elements
+        out, and keeps them for the next call with the same ``key``. It requires a key (ValueError): the parameter whose
+        gradient the tensor is, a name or a number. ``get_stats()["compression"]`` counts the bytes. A call with
+        ``compress`` consists of several operations, so it accepts no ``timeout``. An asynchronous one needs tensors on
         the CPU; it runs on a thread, in a separate group that the first such call creates.
 
         Example::
@@ -296,8 +296,8 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` over all ranks into the tensor of ``root_rank``, in place; returns it.
 
-        On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)`` too. A ``root_rank`` that is
-        not a rank of the group raises a ValueError, here and in the methods below.
+        On the other ranks ``tensor`` is unchanged. torch's order is ``reduce(tensor, dst, op)`` too. A ``root_rank``
+        that is not a rank of the group raises a ValueError, here and in the methods below.
         """
         checked_result("reduce", tensor)
         root = checked_root("reduce", root_rank, self.world_size, "tensor, root_rank, op")
@@ -424,8 +424,8 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture:
         """Sends every rank its slice of the ``input`` of ``root_rank`` along dimension 0.
 
-        Returns ``output``, which receives the slice. The other ranks pass None as ``input``. Its dimension 0 must be a
-        multiple of the number of ranks (ValueError). torch's order is ``scatter(output, scatter_list, src)``.
+        Returns ``output``, which receives the slice. The other ranks pass None as ``input``. Dimension 0 of ``input``
+        must be a multiple of the number of ranks (ValueError). torch's order is ``scatter(output, scatter_list, src)``.
         """
         checked_result("scatter", output)
         root = checked_root("scatter", root_rank, self.world_size, "input, output, root_rank")

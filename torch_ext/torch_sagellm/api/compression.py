@@ -22,7 +22,7 @@ logger = logging.getLogger("sagellm")
 
 @dataclass
 class CompressionStats:
-    """Counts the bytes of compressed sums: those of the tensors, and those that were sent, scaled to the same unit.
+    """Counts the bytes of the tensors in compressed sums, and the bytes that were sent, scaled to the same unit.
 
     ``sent_bytes`` / ``plain_bytes`` is the traffic that leaves a host (or a rank, if all ranks are on one host),
     divided by the traffic of a plain all_reduce of the same tensors.
@@ -47,7 +47,7 @@ class CompressionStats:
 def compression(how: str | Compression) -> Compression:
     """A compression by its name: "fp16", "bf16", "int8", "topk" or "auto".
 
-    The ValueError for another name lists these.
+    The ValueError for any other name lists these names.
     """
     if isinstance(how, Compression):
         return how
@@ -95,8 +95,8 @@ def compressed_all_reduce(
     Args:
         tensor: a tensor of floats (ValueError otherwise); every rank passes the same shape and dtype.
         how: "fp16", "bf16", "int8", "topk", an object of one of the classes, or "auto": int8 between hosts from 64 KiB
-            on, and no compression on one host. There int8 and top-k are slower than no compression; the log says so
-            once. A ``TopK`` object keeps the elements that it leaves out for the next call; with the name "topk" each
+            on, and no compression on one host. On one host int8 and top-k are slower than no compression; the log says
+            so once. A ``TopK`` object leaves elements out, and keeps them for the next call; with the name "topk" each
             call is independent, and these elements are lost.
         op: "sum" or "avg" ("mean").
         key: identifies the tensor for a ``TopK`` object, which needs it (ValueError): the same key in every call for
@@ -131,7 +131,8 @@ def compressed_all_reduce(
         _say_if_slower(method, group, tensor)
         sent = reduce(work, group, key)
         if not direct:
-            # A tensor of inference mode may be written only in that mode; any other tensor may be written in it too.
+            # A tensor of inference mode may be written only in that mode; any other tensor may be written in that mode,
+            # too.
             with torch.inference_mode():
                 own.copy_(work)
     if stats is not None:

@@ -60,8 +60,8 @@ class CompressionHook:
         group: the ranks of the model; None means the default group. All of them create the hook at the same point.
 
     Raises:
-        ValueError: the compression is unknown. Raised from the backward pass, before anything is sent: the gradients
-            are on a device; use torch's own hooks for them.
+        ValueError: the compression is unknown. Or the gradients are on a device: this error is raised from the backward
+            pass, before anything is sent. Use torch's own hooks on a device.
 
     Example::
 
@@ -145,8 +145,8 @@ class PowerSGDHook(CompressionHook):
         gradients = bucket.buffer()
         before = self.state.total_numel_after_compression
         result: torch.Tensor = powerSGD_hook(self.state, bucket).wait()
-        # torch has added the number of elements that it sent for this bucket, or 0 if it does not compress the bucket
-        # yet.
+        # torch has added the number of elements that it sent for this bucket, or 0 as long as it does not compress the
+        # bucket.
         elements = self.state.total_numel_after_compression - before or gradients.numel()
         self.stats.calls += 1
         self.stats.plain_bytes += gradients.nbytes

@@ -1,8 +1,8 @@
 """Encodes 32-bit floats as 8-bit integers with a scale for each block, and finds the indices of the largest elements.
 
-On the CPU the core computes (``src/reduce/int8.rs``), on a device torch, in the same steps. An encoded block is its
-scale (the largest magnitude divided by 127), then a byte for each element. A block that contains an infinity or a NaN
-decodes to NaN.
+On the CPU the core computes (``src/reduce/int8.rs``); on a device torch does, in the same steps. An encoded block is
+its scale (the largest magnitude divided by 127), then a byte for each element. A block that contains an infinity or a
+NaN decodes to NaN.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class CommTimeoutError(DistBackendError, TimeoutError):  # type: ignore[misc]  #
 
 
 def translated(error: DistBackendError) -> DistBackendError:
-    """The same error, converted to a ``CommTimeoutError`` if it says that a deadline passed."""
+    """Returns the error, converted to a ``CommTimeoutError`` if its text says that a deadline passed."""
     text = str(error)
     # torch's exceptions carry nothing but a text out of C++.
     if isinstance(error, CommTimeoutError) or not _TIMED_OUT.match(text):

@@ -43,8 +43,8 @@ class Compression(ABC):
         plain all_reduce.
 
         ``key`` identifies the tensor for compressions that keep a remainder from call to call. A tuple of parameters
-        means that the tensor holds their gradients, one after the other, because a bucket of DistributedDataParallel
-        holds other parameters from the second step on.
+        means that the tensor holds their gradients, one after the other. Such a key is needed because a bucket of
+        DistributedDataParallel holds different parameters from the second step on.
         """
 
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
@@ -61,7 +61,7 @@ class Half(Compression):
     """16 bits: each rank's numbers are rounded once, the core adds them in 32 bits, and the result is rounded once.
 
     The relative error of each addend and of the result is at most 2^-11 for float16 (whose largest number is 65,504)
-    and 2^-8 for bfloat16. An average is finite if its addends are, because it is divided before the sum is rounded.
+    and 2^-8 for bfloat16. An average is finite if its addends are, because the sum is divided before it is rounded.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16`` (ValueError otherwise).
@@ -85,8 +85,8 @@ class Half(Compression):
         ranks = dist.get_world_size(group)
         if not _has_average(group):
             return self._reduce(tensor, tensor / ranks, dist.ReduceOp.SUM, group)
-        # bfloat16 has the same range as float32, in which the core adds, so the sum of its largest numbers would
-        # overflow. So the numbers are divided by a power of two first, which changes only their exponents.
+        # The core adds in float32, which has the same range as bfloat16, so the sum of the largest numbers would
+        # overflow. Therefore the numbers are divided by a power of two first, which changes only their exponents.
         scale = 2.0 ** (ranks - 1).bit_length() if self.dtype is torch.bfloat16 else 1.0
         return self._reduce(tensor, tensor, dist.ReduceOp.AVG, group, scale)
 
@@ -108,7 +108,7 @@ class Int8(Compression):
 
     Every rank sums one part: it receives this part from all ranks by an all_to_all, and an all_gather distributes the
     sums. If m is the largest magnitude of a block, each addend has an error of at most m / 254; the sum then has
-    another such error for its own m. With several hosts, of which at least one has two or more ranks, each host is
+    another such error for its own m. If there are several hosts, and one of them has two or more ranks, each host is
     summed first, in full precision, and its sum is one addend. A host then sends 25.4 % of what it would send in a
     plain all_reduce, for any number of its ranks.
 
@@ -176,15 +176,15 @@ class Int8(Compression):
 
 
 class TopK(Compression):
-    """Sends the share ``ratio`` of the elements, the largest in magnitude; adds the others to the elements of the next
-    call.
+    """Sends the share ``ratio`` of the elements, the largest in magnitude; adds the remaining ones to the elements of
+    the next call.
 
     No element is lost, only delayed: the sum over all calls equals that of plain calls, except for the remainder at the
-    end, which ``residual(key)`` returns. With several hosts, of which at least one has two or more ranks, each host is
-    summed first. If the smallest host has n ranks, n ranks of each host then select elements, each from its part of the
-    host's sum. So a host sends the same amount for any number of its ranks. An element is sent with its 32-bit index to
-    every other rank (host). A tensor is identified by its ``key``: a number, a name, or the parameter whose gradient it
-    is. The remainder of a parameter is dropped with the parameter. A call that fails changes no remainder.
+    end, which ``residual(key)`` returns. If there are several hosts, and one of them has two or more ranks, each host
+    is summed first. If the smallest host has n ranks, n ranks of each host then select elements, each from its part of
+    the host's sum. So a host sends the same amount for any number of its ranks. An element is sent with its 32-bit
+    index to every other rank (host). A tensor is identified by its ``key``: a number, a name, or the parameter whose
+    gradient it is. The remainder of a parameter is dropped with the parameter. A call that fails changes no remainder.
 
     Args:
         ratio: more than 0 and at most 1 (ValueError).
@@ -253,7 +253,7 @@ class TopK(Compression):
         return max(1, math.ceil(self.ratio * numel)) if numel else 0
 
     def _bytes(self, rest: torch.Tensor, ranks: int) -> int:
-        """The bytes of the elements to send of ``rest``, for ``ranks`` ranks."""
+        """The bytes of the elements of ``rest`` that are sent, for ``ranks`` ranks."""
         index = 4 if rest.numel() <= torch.iinfo(torch.int32).max else 8
         # Each rank's elements are sent to all other ranks. A plain all_reduce sends each of them 2 / ranks of the
         # tensor.
@@ -303,8 +303,9 @@ class Auto(Compression):
 
     On one host int8 and top-k were slower than no compression in every measurement. Smaller tensors would save little
     (64 KiB take 0.5 ms on 1 Gbit/s) and need a second exchange; a tensor of a few bytes would even become larger.
-    Between hosts int8 was measured with 4 MiB. It was faster on all links of up to 10 Gbit/s, and on a link without
-    limit if each rank had a core; there, two ranks per core were 1.04 to 1.5 times slower.
+    Between hosts int8 was measured with 4 MiB. It was faster than no compression on all links of up to 10 Gbit/s, and
+    on a link without limit if each rank had a core. With two ranks per core it was 1.04 to 1.5 times slower on the link
+    without limit.
 
     Example::
 
@@ -390,7 +391,8 @@ def _agreed(called: list[bool]) -> None:
 
 
 def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) -> list[bool]:
-    """Adds what the other ranks of this host have received: each exchanges data with one rank of every host."""
+    """Adds what the other ranks of this host have received, because each rank exchanges data with only one rank of
+    every host."""
     if not called or not among.even:  # ranks of uneven hosts have compared before (`_part_of_host`)
         return called
     own = like.new_tensor([float(any(called)), float(all(called))], dtype=torch.float32)

@@ -194,7 +194,7 @@ def _named(what: str, op: Op) -> Any:
 
 
 def _checked_list(what: str, name: str, tensors: Tensors, ranks: int) -> list[torch.Tensor]:
-    """The tensors of a list, each in contiguous memory; a ValueError unless there is one for each rank."""
+    """The tensors of a list, each in contiguous memory; a ValueError unless there is one tensor for each rank."""
     if isinstance(tensors, torch.Tensor) or len(tensors) != ranks:
         got = "one tensor" if isinstance(tensors, torch.Tensor) else f"{len(tensors)} tensors"
         raise ValueError(f"sagellm {what}: {name} is {got}, expected a list of {ranks}, one a rank")

@@ -53,16 +53,16 @@ def fused_all_reduce(
         op: "sum", "avg" (or "mean"), "product" (or "prod"), "min", "max", "band", "bor", "bxor", or a
             ``torch.distributed.ReduceOp``.
         group: the group; None means the default group. Groups of other backends work if they support coalescing.
-        async_op: True returns at once with a ``CommListFuture``, whose ``wait()`` returns the list. Do not use the
-            tensors before.
+        async_op: True returns immediately with a ``CommListFuture``, whose ``wait()`` returns the list. Do not use the
+            tensors before ``wait()`` has returned.
 
     Returns:
         The same tensors, in a new list.
 
     Raises:
         TypeError: a single tensor was passed instead of a list, or an element of the list is not a tensor.
-        ValueError: ``op`` is unknown, two tensors share memory, one has no data, is sparse or a lazily conjugated or
-            negated view, or the backend refuses the call; nothing was sent.
+        ValueError: ``op`` is unknown, two tensors share memory, a tensor has no data, is sparse or is a lazily
+            conjugated or negated view, or the backend refuses the call. Nothing was sent.
         RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
 
     On one host, and in strict mode on several hosts, the bits are the same as with one ``all_reduce`` per tensor;

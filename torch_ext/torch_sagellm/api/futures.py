@@ -31,7 +31,7 @@ class ResultFuture(torch.futures.Future[Result]):  # type: ignore[misc]  # torch
             inner.add_done_callback(lambda ended: self._end(ended.value))
 
     def _end(self, value: Callable[[], Any]) -> None:
-        """Completes this future with the result or the error of ``value``, which returns at once."""
+        """Completes this future with the result or the error of ``value``, which returns immediately."""
         try:
             value()
         except Exception as error:  # torch passes on only the text of the operation's error

@@ -26,7 +26,7 @@ def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> tor
     """Calls all_reduce, all_gather or reduce_scatter (``kind``) with a tensor that autograd follows."""
     name = checked_op(kind, op)
     if isinstance(member, Member) and member.topology.made_here:
-        # Along an edge of the graph, autograd would pass the gradient on at once. So the graph gets an empty token
+        # Along an edge of the graph, autograd would pass the gradient on immediately. So the graph gets an empty token
         # instead of the tensor, and has no edge to the tensor.
         token = torch.empty(0, dtype=tensor.dtype, requires_grad=True)
         result: torch.Tensor = _Later.apply(token, tensor.detach(), _Upstream(tensor), member, kind, name)
@@ -36,7 +36,7 @@ def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> tor
 
 
 class _Upstream:
-    """Wraps a tensor, so that an autograd function that gets it makes no edge to it."""
+    """Wraps a tensor, so that an autograd function that gets the wrapper makes no edge to the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

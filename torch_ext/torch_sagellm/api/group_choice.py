@@ -1,4 +1,5 @@
-"""Selects the process group of a backend: the running one, a new one over the same ranks, or one that is started."""
+"""Selects the process group of a backend: the running group, a new group over the same ranks, or a newly started
+group."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class GroupSettings:
         )
 
     def in_group(self, group: Any) -> GroupSettings:
-        """The same settings for this group, or for the default group if it is None and there is one."""
+        """The same settings for ``group``, or for the default group if ``group`` is None and there is a default
+        group."""
         default = dist.group.WORLD if dist.is_initialized() else None
         return replace(self, group=group if group is not None else default)
 

@@ -1,7 +1,8 @@
 """If hosts have several ranks, sends rows to other ranks in two steps: first between hosts, then inside each host.
 
 With H hosts of L ranks each rank sends H - 1 messages between hosts instead of (H - 1) * L. Rows for a host are sent to
-the rank on it that has the same place (index within the host) as the sender; that rank passes them on in shared memory.
+the rank of that host that has the sender's place (index within the host). That rank passes the rows on in shared
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Hosts:
     All lists of ranks are in the order of the groups that are created from them.
     """
 
-    #: For each rank of the group: the ranks of its host, by their place on it.
+    #: For each rank of the group: the ranks of its host, by their place on the host.
     host_of: list[list[int]]
     #: For each place that all hosts have: the ranks that have it, one on each host.
     columns: list[list[int]]

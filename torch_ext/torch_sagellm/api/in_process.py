@@ -2,7 +2,7 @@
 
 The ranks of a ``Topology`` meet over a store in memory and share memory, like processes of one host. Their calls are
 collected here, because a loop over ranks makes them one after the other. When the last rank has made a call, the
-operation is issued on all ranks at once. The core works on copies, so that an operation that fails leaves no tensor
+operation is issued on all ranks together. The core works on copies, so that an operation that fails leaves no tensor
 partly written. The core alone decides how data is moved and combined.
 """
 
@@ -38,7 +38,8 @@ from torch_sagellm.observe import log
 
 #: The largest number of ranks that share memory on one host.
 MOST_RANKS = 256
-#: For `totals`: the live topologies of this process, and the counts of those that failed or were garbage-collected.
+#: For `totals`: the live topologies of this process, and the counts of topologies that failed or were
+#: garbage-collected.
 _alive: weakref.WeakSet[Topology] = weakref.WeakSet()
 _gone: deque[Totals] = deque()
 #: For each kind: number of operations, bytes and nanoseconds of waiting.
@@ -97,21 +98,21 @@ class Topology:
             raise ValueError(f"sagellm: world_size is {world_size!r}, expected a number of ranks, 1 to {MOST_RANKS}")
         self.world_size = world_size
         self._timeout = as_timedelta(timeout)
-        #: The thread that created the topology. Calls on it return at once.
+        #: The thread that created the topology. Calls on this thread return immediately.
         self._maker = threading.current_thread()
         _require_descriptors(world_size)
         self._groups = _meet(world_size, self._timeout)
         weakref.finalize(self, _end, self._groups).atexit = False
         _alive.add(self)
         #: A group of one rank. Every call is first made in this group, where it changes nothing, so that the core
-        #: checks the arguments at once.
+        #: checks the arguments immediately.
         self.alone = _meet(1, self._timeout)[0]
         #: Guards the tensors of all calls, even while an operation runs, and all fields below. Notified when calls end.
         self.changed = threading.Condition()
         #: For each rank: the number of collectives that it has called.
         self._counts = [0] * world_size
-        #: Collectives that some rank has not called yet, by number; messages with only one side called, by their ranks
-        #: and tag; operations that all their ranks have called.
+        #: Collectives that some rank has not called yet, by number; messages of which only one side was called, by
+        #: ranks and tag; operations that all their ranks have called.
         self._collectives: dict[int, Operation] = {}
         self._messages: dict[tuple[int, int, int], deque[Operation]] = {}
         self._complete: list[Operation] = []
@@ -191,7 +192,7 @@ class Topology:
     def follow(self, call: Call, then: Callable[[], None]) -> None:
         """Stores a function to run after a call of a backward pass, and runs the functions that can run, in call order.
 
-        One thread at a time runs them, because the collectives in them must be called in this order.
+        One thread at a time runs the functions, because their collectives must be called in this order.
         """
         with self.changed:
             self._following.append((call, then))
@@ -213,7 +214,7 @@ class Topology:
                 )
 
     def _join(self, call: Call, operation: Operation) -> None:
-        """Adds a call to its operation. If it does not agree with the first call, all ranks fail.
+        """Adds a call to its operation. If the call does not agree with the operation's first call, all ranks fail.
 
         If copying the call's tensors fails, nothing changes: the call counts as not made.
         """
@@ -253,7 +254,7 @@ class Topology:
             raise self._told(call)
 
     def _overdue(self, call: Call, operation: Operation) -> tuple[str, list[int]]:
-        """The error text at the deadline, and the ranks that have not made the call that this one waits for."""
+        """Returns the error text at the deadline, and the ranks without which ``call`` cannot end."""
         head = (
             f"sagellm: rank {call.rank} Timed out after {(call.timeout or self._timeout).total_seconds():g} s in {call}"
         )
@@ -347,7 +348,8 @@ class _Future(CommFuture):
     """The future of a call in this process. Once the call has ended, ``wait()`` runs what ``then`` has chained."""
 
     def wait(self) -> torch.Tensor:
-        """Returns the tensor when the call has ended; on the thread that created the ranks at once, like every call."""
+        """Returns the tensor when the call has ended; immediately on the thread that created the ranks, like every
+        call."""
         if self._work.topology.made_here and not self._work.is_completed():
             return self._result
         return super().wait()
@@ -461,7 +463,8 @@ def _require_dense(kind: str, tensor: torch.Tensor) -> None:
 
 def _require_descriptors(world_size: int) -> None:
     """Raises a RuntimeError if the limit of open files is too low for the ranks, before anything is opened."""
-    # Each rank watches every rank by a descriptor. While the ranks meet, each has two more, and one for its memory.
+    # Each rank watches every rank by a descriptor. While the ranks meet, each rank has two more descriptors, and one
+    # for its memory.
     needed = world_size * (world_size + 3)
     if lack := descriptors.lack(needed):
         raise RuntimeError(

@@ -2,8 +2,8 @@
 
 The survivors communicate in rounds through the store of the group that failed. In a round each caller of ``recover``
 publishes what it observes. The members are decided by one write to the store: several ranks may try it, but only the
-first succeeds (``compare_set``). The members build a group, and whether all of them have it is decided in the same way.
-If a member dies meanwhile, all start the next round.
+first succeeds (``compare_set``). The members build a group. In the same way they decide whether all of them have it. If
+a member dies meanwhile, all start the next round.
 """
 
 from __future__ import annotations
@@ -58,29 +58,31 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: 
       no rank is gone (a timeout, different calls), it returns a new group of the same ranks.
     - The new group serves the devices that the old one served. On devices that a vendor's library carries, it creates a
       new communicator at its first call, because the failure has ended the old communicator. (``dist.shrink_group``
-      instead lets the library shrink it.)
+      instead lets the library shrink the old communicator.)
     - A rank that is the only one left gets a group of one rank.
     - A rank that is alive but does not call (because it is stopped, or busy elsewhere) is never excluded. After
       ``timeout`` all other ranks get a ``CommTimeoutError`` that names it, and may call again.
-    - Ranks of the same host know at once whether a rank's process exists. Other hosts learn it from a port that each
-      process of a group over several hosts, or under a delegate, opens for this purpose. So killed ranks are detected
-      within a second, even if all ranks of a host were killed. If a rank of another host has left the group and its
-      process continues, it counts as a rank that is alive but does not call.
+    - Ranks of the same host know immediately whether a rank's process exists. Other hosts learn it from a port that
+      each process of a group over several hosts, or under a delegate, opens for this purpose. So killed ranks are
+      detected within a second, even if all ranks of a host were killed. If a rank of another host has left the group
+      and its process continues, it counts as a rank that is alive but does not call.
     - A rank is excluded only on evidence that its process has ended. A host that has become unreachable (its power, its
       network) cannot be distinguished from a host that is cut off but continues. After ``timeout`` all other ranks get
-      a ``CommTimeoutError`` that names its ranks. If you know that they are gone, call again with ``leave_silent=True``
-      on all remaining ranks. The same applies to a rank that could open no port; it has logged a warning about that.
+      a ``CommTimeoutError`` that names the ranks of that host. If you know that these ranks are gone, call again with
+      ``leave_silent=True`` on all remaining ranks. The same applies to a rank that could open no port; it has logged a
+      warning about that.
     - A rank that was excluded and calls later gets an error.
 
-    The store of the group must still exist. With torchrun it does, because the launcher holds it; a store in a rank's
-    process ends with that rank. A group with ``enable_reconfigure`` is torch's own, which has ``reconfigure``.
+    The store of the group must still exist. With torchrun the store does, because the launcher holds it; a store in a
+    rank's process ends with that rank. A group with ``enable_reconfigure`` is torch's own, and recovers by its method
+    ``reconfigure``.
 
     Args:
         group: the group that failed; None means the default group.
         timeout: seconds (or a timedelta) for each of two steps: until the other ranks have called, and until they have
             the new group. It must be longer than a live rank needs to notice the failure and to call.
         leave_silent: if True, ranks that have not called within ``timeout`` and without evidence that they are alive
-            count as gone. If they are alive, two groups continue. It must be the same on all ranks.
+            count as gone. If they are alive, two groups continue. The value must be the same on all ranks.
 
     Raises:
         CommTimeoutError: a rank that is not known to be gone did not call, or did not build the group, in time; or the
@@ -139,7 +141,8 @@ def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
 
 
 class _Requests:
-    """Sends requests to a store on a separate thread, because its client waits for an answer without a deadline."""
+    """Sends requests to a store on a separate thread, because the store's client waits for an answer without a
+    deadline."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -236,7 +239,8 @@ class _Conversation:
         raise dist.DistBackendError("sagellm recover: every attempt lost another rank; call it again")
 
     def _end_what_is_under_way(self) -> None:
-        """Fails the old group, so that no rank waits for this one in an operation that does not need the dead ranks."""
+        """Fails the old group. Otherwise a rank might wait for this rank in an operation that does not need the dead
+        ranks."""
         if not self.faulty and not self.backend._gone():
             return
         if self.backend.delegate_reason:
@@ -298,7 +302,7 @@ class _Conversation:
             time.sleep(PAUSE)
 
     def _build(self, members: list[int]) -> Any:
-        """Returns the new backend if every member has it, None if one died meanwhile.
+        """Returns the new backend if every member has it, None if a member died meanwhile.
 
         Raises an error if a member cannot create it.
         """
@@ -409,7 +413,7 @@ class _Conversation:
         self.requests.ask(tell)
 
     def _listen(self) -> None:
-        """Reads new entries. It does not wait for an empty entry, but reads it again the next time."""
+        """Reads new entries. Does not wait for an entry that is still empty, but reads it again the next time."""
 
         def listen() -> dict[int, str]:
             count = self.store.add(self._key("news"), 0)
@@ -489,7 +493,7 @@ def _own_connection(store: Any) -> Any:
         inner = inner.underlying_store
     if not isinstance(inner, dist.TCPStore):
         return store
-    # If the server has ended, torch would try to connect until the timeout of the store, but this connection fails at
-    # once.
+    # If the server has ended, torch would try to connect until the timeout of the store, but this connection fails
+    # immediately.
     socket.create_connection((inner.host, inner.port)).close()
     return store.clone() if hasattr(store, "clone") else store

@@ -22,10 +22,10 @@ Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[to
 def assert_same(params: Tensors, group: dist.ProcessGroup | None = None) -> None:
     """Raises an AssertionError on every rank if the bits of a tensor are not the same on all ranks of ``group``.
 
-    The text names each such tensor and the ranks that differ: if a majority of ranks agree, the ranks outside it.
-    Each tensor's bits, shape, dtype and name are hashed, and one collective compares the hashes, so it may be called
-    occasionally in a training loop. Bits count: 0.0 and -0.0 differ, and equal NaN are the same. Tensors on a device
-    are copied to the host for hashing.
+    The text names each such tensor and the ranks that differ: if a majority of ranks agree, the ranks outside the
+    majority. Each tensor's bits, shape, dtype and name are hashed, and one collective compares the hashes, so a
+    training loop may call this function occasionally. Bits count: 0.0 and -0.0 differ, and equal NaN are the same.
+    Tensors on a device are copied to the host for hashing.
 
     Args:
         params: a module (its parameters and buffers), tensors by name, or tensors, alone or as pairs with a name, as

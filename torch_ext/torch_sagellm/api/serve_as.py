@@ -1,10 +1,10 @@
 """Serves the name "gloo" with this package, for programs that insist on it. All patches of torch for this are here.
 
 torch 2.15 keeps the creators of its own backends in ``Backend._plugins``. torch 2.11 to 2.13 call the class
-``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that the result is an instance of it. The
-creator and the class are replaced if they exist, and so is the class's name in ``torch.distributed``. ``isinstance``
-treats our groups as instances of that class, and ``create_device`` continues to work. Delegates use torch's own gloo
-(``delegate``), which is read from torch's extension module and never patched.
+``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that the result is an instance of that class.
+The creator and the class are replaced if they exist, and so is the class's name in ``torch.distributed``.
+``isinstance`` treats our groups as instances of that class, and ``create_device`` continues to work. Delegates use
+torch's own gloo (``delegate``), which is read from torch's extension module and never patched.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def serve_as(name: str = "gloo") -> None:
 
     This applies to ``init_process_group``, ``new_group``, ``DeviceMesh``, "cpu:gloo,cuda:nccl" and calls of the class
     ``ProcessGroupGloo``. ``get_backend()`` still returns "gloo", so that programs' own checks pass. The log says once
-    that sagellm serves them, and ``describe()`` of each backend says so too. All ranks of a group must do the same.
-    Existing groups do not change, and groups with ``enable_reconfigure`` remain torch's own. A second call does
+    that sagellm serves these groups, and ``describe()`` of each backend says so, too. All ranks of a group must do the
+    same. Existing groups do not change, and groups with ``enable_reconfigure`` remain torch's own. A second call does
     nothing. ``SAGELLM_AS=gloo`` in the environment has the same effect.
 
-    It raises a ValueError for another name, and a RuntimeError if this torch creates its groups in an unknown way.
+    It raises a ValueError for any other name, and a RuntimeError if this torch creates its groups in an unknown way.
 
     Example::
 

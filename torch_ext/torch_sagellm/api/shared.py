@@ -1,7 +1,7 @@
 """Tensors in memory that the ranks of a host can reach: a large all_reduce of them copies nothing through a buffer.
 
 They are ordinary CPU tensors of torch. If there is no such memory (it is full, disabled or denied, or this is a forked
-child), they are in ordinary memory, and operations on them run as on all others.
+child), they are in ordinary memory, and operations on them run as on all other tensors.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def shared(tensor: torch.Tensor) -> torch.Tensor:
 def is_reachable(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in memory that the other ranks of the host can reach; also true for a view of such a tensor.
 
-    It returns False after an operation that would have written the tensor has failed, and always in a forked child.
+    It returns False if an operation that would have written the tensor has failed, and always in a forked child.
 
     torch's own ``tensor.is_shared()`` has another meaning: whether ``torch.multiprocessing`` has shared the tensor.
 
@@ -165,10 +165,10 @@ class shared_tensors:  # named like a function, because it is used like one
 
     It applies to the thread that enters the block, for all code that runs on it. Blocks may be nested, and an exception
     ends a block. ``resize_`` of such a tensor outside a block moves it to ordinary memory. With the variable
-    ``SAGELLM_SHARED_TENSORS=1`` all threads do the same after the first group is created.
+    ``SAGELLM_SHARED_TENSORS=1`` torch does the same on all threads after the first group is created.
 
     Raises:
-        RuntimeError: the block ends on another thread than the one that entered it.
+        RuntimeError: the block ends on a different thread from the one that entered it.
 
     Example::
 

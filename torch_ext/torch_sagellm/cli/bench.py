@@ -1,8 +1,9 @@
 """``torch-sagellm bench``: times and bandwidths of collectives in the table format of nccl-tests.
 
-Every size is first checked on known values. Then all groups (ours, and that of a backend of torch with ``--compare``)
-run it in turns, forwards and backwards, so that a slow phase of the machine affects both. A time is the mean of one
-call over the iterations, on the slowest rank. `benchmarks/` has measurements with percentiles, and earlier results.
+Every size is first checked on known values. Then this size is run in turns on all groups (ours, and that of a backend
+of torch with ``--compare``), forwards and backwards, so that a slow phase of the machine affects all of them. A time is
+the mean of one call over the iterations, on the slowest rank. `benchmarks/` has measurements with percentiles, and
+earlier results.
 """
 
 from __future__ import annotations
@@ -328,7 +329,7 @@ def _come_to_an_end(job: Job) -> None:
 def measure(job: Job) -> list[Row]:
     """Measures everything over the default group.
 
-    Rank 0 prints each row at once. Returns the same rows on every rank.
+    Rank 0 prints each row immediately. Returns the same rows on every rank.
     """
     import torch.distributed as dist
 

@@ -53,7 +53,7 @@ STAGES = {
 
 @dataclass
 class Stage:
-    """The result of a stage: the reason if it failed, and by name its figures and texts for the report."""
+    """The result of a stage: the reason if it failed, and its figures and texts for the report, by name."""
 
     name: str
     failure: str = ""
@@ -178,7 +178,7 @@ def run_rank(rank: int, count: int, port: int, words: str) -> int:
 
 
 def machine(device: str) -> dict[str, str]:
-    """The facts about the machine that a reader needs; neither its name nor its user."""
+    """The facts about the machine that a reader needs; neither the machine's name nor its user's."""
     import torch
 
     cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "")

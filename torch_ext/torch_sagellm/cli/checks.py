@@ -204,7 +204,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def interface(facts: Facts) -> Iterator[Finding]:
-    """Checks the interfaces that a variable names; without one, whether other hosts can reach this host's addresses."""
+    """Checks the interfaces that a variable names; without such a variable, whether other hosts can reach this host."""
     several = _has_several_hosts(facts)
     up = ", ".join(name for name, is_up in facts.interfaces.items() if is_up and name != "lo") or "lo"
     variable = _address.OURS if facts.environment.get(_address.OURS, "").strip(" ,") else INTERFACE

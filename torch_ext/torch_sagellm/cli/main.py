@@ -195,7 +195,7 @@ def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> in
 
 
 def _rank(words: Sequence[str]) -> int:
-    """Runs one rank. If its user or the machine ends it on purpose, it prints no traceback."""
+    """Runs one rank. The rank prints no traceback if its user interrupts it, or if the machine causes the error."""
     ranks.end_with_parent()
     try:
         if words[0] == ranks.PROGRAM:

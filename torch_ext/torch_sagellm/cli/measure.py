@@ -190,8 +190,8 @@ def _seconds(body: Callable[[], object]) -> float:
 
 
 def _measured_machine(rank: int, ranks: int) -> Machine:
-    """Measures the parameters of the cost model, by messages around a ring in which all ranks send and receive at
-    once."""
+    """Measures the parameters of the cost model, by messages around a ring in which all ranks send and receive at the
+    same time."""
     import torch
 
     after, before = (rank + 1) % ranks, (rank - 1) % ranks

@@ -96,8 +96,8 @@ def start(
 ) -> list[Ended]:
     """Starts a process of this command line for each call, and waits. No process is left, even if this function raises.
 
-    Each process has a separate session, so only this process receives Ctrl-C. It then kills the others, and none prints
-    a traceback.
+    Each process has a separate session, so only this process receives Ctrl-C. This process then kills the ranks, and
+    none of them prints a traceback.
     """
     deadline = time.monotonic() + seconds
     output = subprocess.PIPE if shown is None else _descriptor(shown)

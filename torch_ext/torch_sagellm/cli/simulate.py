@@ -1,7 +1,7 @@
 """``torch-sagellm simulate``: predicts the times of the core's schedules on other machines.
 
 ``src/select/cost.rs`` computes the times from the same schedules that links execute. This file parses the arguments,
-prints the table and the sizes at which one algorithm overtakes another, and draws them.
+prints the table and the sizes at which one algorithm overtakes another, and draws the picture.
 """
 
 from __future__ import annotations

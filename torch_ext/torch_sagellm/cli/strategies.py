@@ -83,7 +83,8 @@ def data_parallel(model: Model, ranks: int) -> list[Traffic]:
 
 
 def fully_sharded(model: Model, ranks: int) -> list[Traffic]:
-    """Every layer's parameters are gathered before its forward and its backward pass; its gradients are scattered."""
+    """Every layer's parameters are gathered before the layer's forward and backward pass; its gradients are
+    scattered."""
     layer = math.ceil(model.parameters / model.layers / ranks) * ranks * model.item
     return [
         Traffic("all_gather", "forward: parameters of a layer", model.layers, layer),
@@ -117,7 +118,8 @@ def pipeline_parallel(model: Model, ranks: int) -> list[Traffic]:
 
 
 def context_parallel(model: Model, ranks: int) -> list[Traffic]:
-    """Keys and values go around the ring, in the backward pass again; their gradients return to their owner."""
+    """Keys and values go around the ring in the forward pass, and again in the backward pass; their gradients return to
+    the owner."""
     if model.sequence % ranks:
         raise ValueError(f"--sequence {model.sequence} is no multiple of the {ranks} ranks")
     block = model.tokens // ranks * model.kv_hidden * model.item
@@ -226,7 +228,7 @@ def unused(parsed: argparse.Namespace) -> list[str]:
     """The given options of this mode that have no effect on the figures of the strategy."""
     given = [name for name in DEFAULTS if getattr(parsed, name) is not None]
     used = USES.get(parsed.strategy, ())
-    # A ring sends keys and values only, whose features --kv-hidden gives instead of --hidden.
+    # A ring sends only keys and values. If --kv-hidden is given, it replaces --hidden as the number of their features.
     return [name for name in given if name not in used or (name == "hidden" and "kv_hidden" in given)]
 
 

@@ -284,7 +284,7 @@ class Trainer:
             bar.advance(self)
 
     def profiled_steps(self, count: int, bar: Bar) -> None:
-        """A few steps under the profiler. The records are reduced to sums at once, so memory use stays small."""
+        """A few steps under the profiler. The records are reduced to sums immediately, so memory use stays small."""
         dist.barrier(group=self.group)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             for _ in range(count):
@@ -379,7 +379,7 @@ class Summary:
 
 
 def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
-    """Collective: every rank calls it. Means over ranks and profiled steps; the records of all ranks together."""
+    """Combines the records of all ranks to means over ranks and profiled steps. Collective: every rank calls it."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (trainer.seconds, trainer.communication), group=group)
     warm = min(5, len(trainer.seconds) - 1)  # the first steps of a process are slower

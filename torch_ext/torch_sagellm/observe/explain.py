@@ -27,7 +27,7 @@ ALIASES = {
     "isend": "send",
     "irecv": "recv",
 }
-#: Operations with one choice for all sizes: a barrier has no bytes, and no rank alone knows those of an all_to_all.
+#: Operations with one choice for all sizes: a barrier has no bytes, and no rank alone knows the bytes of an all_to_all.
 WITHOUT_SIZE = ("barrier", "all_to_all")
 #: The basis of the model's times, as text: for a group over several hosts, and for a group on one host.
 BY_LINK = "by the link as it was measured"
@@ -116,7 +116,7 @@ class Explanation:
     #: What carries the operation, as text: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
     #: Predicted seconds: the cost model's time, scaled to calls of this group or, before it has made such calls, of
-    #: earlier groups on this machine (``scaled_by`` says which). If there were none, it equals ``by_model``.
+    #: earlier groups on this machine (``scaled_by`` says which). If there were no such calls, it equals ``by_model``.
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None
@@ -246,11 +246,11 @@ def explain(
     """Explains the algorithm choice of an operation.
 
     ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` explains a hypothetical operation in the default
-    group or another one. With ``ranks=`` it explains it for a group of that many ranks of this host, which need not
-    exist. ``nbytes`` is the number of bytes of one rank, also as "1MiB", or as the tensor itself; ``device=`` is the
-    device of the tensors. ``explain(work)`` explains an operation that was called, by its Work.
-    ``explain(sequence=17, group=None)`` explains a collective by its number in the group, as long as it is among the
-    last that the group remembers (1024 operations, or ``SAGELLM_RING``).
+    group or another one. With ``ranks=`` it explains the operation for a group of that many ranks of this host; no such
+    group need exist. ``nbytes`` is the number of bytes of one rank: a number, a text such as "1MiB", or the tensor
+    itself. ``device=`` is the device of the tensors. ``explain(work)`` explains an operation that was called, by its
+    Work. ``explain(sequence=17, group=None)`` explains a collective by its number in the group, as long as it is among
+    the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
 
     It raises a ValueError if the operation, the dtype or the group is unknown, or if no operation has that number.
 

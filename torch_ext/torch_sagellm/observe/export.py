@@ -195,8 +195,9 @@ class Endpoint:
 def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all") -> Endpoint:
     """Serves ``prometheus_text`` over HTTP at ``/metrics``; port 0 selects a free one, which is ``Endpoint.port``.
 
-    Any process that can reach ``host`` may read it; there is no password. It raises an OSError, which names host and
-    port, if the port is in use or the host is not this one, and a ValueError if the port is not a valid number.
+    Any process that can reach ``host`` may read the statistics; there is no password. An OSError, which names host and
+    port, is raised if the port is in use or ``host`` is not this host. A ValueError is raised if the port is not a
+    valid number.
 
     Example::
 

@@ -1,7 +1,7 @@
 """The last operations of every group in the format of torch's flight recorder, for torch's analyser.
 
-``python -m torch.distributed.flight_recorder.fr_trace <folder>`` reads one file for each rank; its name ends with the
-rank.
+``python -m torch.distributed.flight_recorder.fr_trace <folder>`` reads one file for each rank; the file's name ends
+with the rank.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
                 }
             )
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    # The analyser drops entries that some rank has overwritten. It finds them by these ids.
+    # The analyser drops entries that some rank has overwritten. It finds these entries by their ids.
     for at, entry in enumerate(entries):
         entry["record_id"] = lost + at
     return entries
@@ -153,9 +153,9 @@ def _dump(groups: list[_Group]) -> dict[str, Any]:
 def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
     """Writes this rank's last operations for torch's flight-recorder analyser, and returns the file's path.
 
-    ``path`` is a file, whose name must end with the global rank so that the analyser accepts it, or a folder, in which
-    the file is called ``sagellm_<rank>``. ``group`` as for ``get_stats``. Each rank writes its own file. This works
-    even after a failure, as long as the group is not destroyed.
+    ``path`` is a file or a folder. A file's name must end with the global rank, so that the analyser accepts the file.
+    In a folder the file is called ``sagellm_<rank>``. ``group`` as for ``get_stats``. Each rank writes its own file.
+    This works even after a failure, as long as the group is not destroyed.
 
     Example::
 

@@ -1,4 +1,5 @@
-"""Writes the statistics like NCCL Inspector does for Prometheus, so that its dashboards show our groups too.
+"""Writes the statistics for Prometheus as NCCL Inspector does, so that dashboards for NCCL Inspector also show our
+groups.
 
 Metrics, labels and the file name are those of ``NCCL_INSPECTOR_PROM_DUMP=1``. Values are means since the group was
 created or its statistics were reset; ``gpu`` is the rank, ``algo_proto`` the path.

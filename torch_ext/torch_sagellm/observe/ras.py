@@ -1,4 +1,4 @@
-"""The status of a job in the JSON format of NCCL's ``ncclras -f json``, so that tools for that format read it too.
+"""The status of a job in the JSON format of NCCL's ``ncclras -f json``, for tools that read that format.
 
 A communicator is a process group. Fields without a counterpart on a CPU (device numbers, versions of CUDA) are -1 or 0,
 and ``sagellm_version`` is added to ``nccl_version``. This module needs no torch.
@@ -34,7 +34,7 @@ NO_DEVICE = -1
 
 def report(processes: Sequence[watch.Process], took: float = 0.0) -> dict[str, Any]:
     """The document. ``took`` is the time that reading the files took, in seconds."""
-    # Groups with the same name but other members stay separate; two jobs in one folder have such groups.
+    # Groups with the same name but different members stay separate; two jobs in one folder have such groups.
     groups: dict[tuple[str, tuple[int, ...]], list[tuple[watch.Process, dict[str, Any]]]] = {}
     for process in processes:
         for group in process.groups:

@@ -15,8 +15,8 @@ from torch_sagellm._private import groups
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-#: For a kind, as a function of the number of ranks: bytes on a rank's bus for each byte of the tensor, as nccl-tests
-#: defines them; 1 for other kinds. The benchmarks use the same factors.
+#: For each kind, a function of the number of ranks: the bytes on a rank's bus for each byte of the tensor, as
+#: nccl-tests defines them. Other kinds have 1. The benchmarks use these factors, too.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,

@@ -1,8 +1,8 @@
 """The status file of this process: small, replaced once a second, and written only if the environment requests it.
 
 Nothing happens unless ``SAGELLM_STATUS_DIR`` names a folder when the first group is created. Then one Python thread
-writes ``sagellm-<host>-<pid>.json`` into it; ``watch.py`` reads it. docs/internals/status-files.md states its cost and
-when the file is removed.
+writes ``sagellm-<host>-<pid>.json`` into it; ``watch.py`` reads it. docs/internals/status-files.md states the cost of
+this thread, and when the file is removed.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class StepReport:
     """The exposed communication of training steps over all ranks: means over ranks and steps, in seconds.
 
-    Exposed is the time in which the thread that runs the step waits for communication: in a synchronous call, in
-    issuing an asynchronous one, in ``wait()``, or off the processor while it has a future that has not completed.
+    Exposed is the time in which the thread that runs the step waits for communication: in a synchronous call, while it
+    issues an asynchronous call, in ``wait()``, or off the processor while it has a future that has not completed.
 
     Example::
 
@@ -36,7 +36,7 @@ class StepReport:
     seconds: float
     exposed: float
     #: The part of ``exposed`` in which data moved. In each step it is the smallest wait of all ranks, because the last
-    #: rank to arrive waits for no other.
+    #: rank to arrive waits for no other rank.
     moving: float
     #: Exposed time divided by step time, for each rank.
     shares: tuple[float, ...]
@@ -138,7 +138,8 @@ _steps: Steps | None = None
 
 
 def step() -> Steps:
-    """The training steps of this process. Use it as a context around each step; ``report`` says how long they wait.
+    """The training steps of this process. Use it as a context around each step; ``report`` says how long the steps
+    wait.
 
     It measures the thread that opens the step, and the CPU tensors of all groups of this backend. It costs less than a
     microsecond per step, and nothing if it is not used.

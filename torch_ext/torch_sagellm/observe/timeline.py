@@ -42,10 +42,10 @@ MESSAGES = ("send", "recv")
 #: of hosts differ.
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
-#: Nanoseconds by which the start of one operation may differ between two files, because a trace has microseconds as a
-#: double, and each file reads the two clocks separately. The start is compared because a later group of the same name
-#: numbers its operations from 1 again, and because messages have no number in the group. Messages may follow each other
-#: closely, so their limit is smaller.
+#: The largest difference, in nanoseconds, between the starts of one operation in two files. They differ because a trace
+#: has microseconds as a double, and because each file reads the two clocks separately. The start is compared because a
+#: later group of the same name numbers its operations from 1 again, and because messages have no number in the group.
+#: Messages may follow each other closely, so their limit is smaller.
 NEAR, NEAR_MESSAGES = 1_000_000, 250
 
 
@@ -57,7 +57,7 @@ class Slice:
     group: str
     kind: str
     start: int
-    #: None if it was pending when it was read; a trace then draws it until ``seen``.
+    #: None if the operation was pending when its record was read; a trace then draws it until ``seen``.
     end: int | None
     #: Time at which the rank's records were read.
     seen: int
@@ -293,8 +293,8 @@ def _once(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def _aligned(slices: list[Slice]) -> tuple[list[Slice], dict[int, int]]:
-    """Shifts every rank's times so that, in the median, its collectives end when they end on the lowest rank with which
-    it shares collectives."""
+    """Shifts every rank's times so that its collectives end, in the median, at the same times as on the lowest rank
+    with which it shares collectives."""
     ends: dict[int, dict[tuple[str, str, int], int]] = {}
     for each in slices:
         if each.end is not None and each.number and each.kind in TOGETHER:

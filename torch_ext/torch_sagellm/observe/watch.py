@@ -98,7 +98,7 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path:
 def read(folder: str | os.PathLike[str]) -> list[Process]:
     """The processes that have a status file, by rank; an empty list if the folder does not exist yet.
 
-    A process that has ended is omitted if a later one has its rank, because the job was started again.
+    A process that has ended is omitted if a later process has the same rank: the job was then started again.
     """
     own, now = here(), time.time()
     found = []
@@ -132,7 +132,8 @@ def _is_whole(raw: dict[str, Any]) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises a ValueError if it is not a readable folder. A missing folder is accepted: the first group creates it."""
+    """Raises a ValueError if ``folder`` is not a readable folder. A missing folder is accepted: the first group creates
+    it."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is no folder; expected the one of SAGELLM_STATUS_DIR")
     if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
@@ -245,7 +246,8 @@ def _why(process: Process) -> str:
 
 
 def _missing(group: dict[str, Any], processes: Iterable[Process]) -> str:
-    """The ranks that have not made the pending call of this group, and the last call of each: the end of a sentence.
+    """Returns the end of a sentence: the ranks that have not made the pending call of this group, and each one's last
+    call.
 
     Messages have numbers of their own, so a rank whose last call was a message is not judged.
     """

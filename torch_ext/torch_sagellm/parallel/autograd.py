@@ -30,7 +30,7 @@ def _sum(tensor: Tensor, group: Any) -> Tensor:
     return total
 
 
-# torch calls `forward` and `backward` by these names, with its own context object; it has no annotations for mypy.
+# torch calls `forward` and `backward` by these names, with its own context object. torch has no annotations for mypy.
 class _Copy(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:

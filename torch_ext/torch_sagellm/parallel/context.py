@@ -78,8 +78,8 @@ def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: 
 
     With a tensor (tokens / ranks, heads, size) on each rank, ``exchange_tokens(tensor, 1, 0)`` returns (tokens, heads /
     ranks, size): all tokens for some of the heads, as attention needs them. ``exchange_tokens(tensor, 0, 1)`` reverses
-    it. Gradients pass through. ``split_dim`` must be a multiple of the ranks, and both must be dimensions of the tensor
-    (ValueError).
+    it. Gradients pass through. The size of ``split_dim`` must be a multiple of the number of ranks, and both must be
+    dimensions of the tensor (ValueError).
 
     Example::
 

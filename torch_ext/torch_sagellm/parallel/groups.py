@@ -1,4 +1,4 @@
-"""The groups of a job that splits its work in several dimensions at once."""
+"""The groups of a job that splits its work in several dimensions."""
 
 from __future__ import annotations
 

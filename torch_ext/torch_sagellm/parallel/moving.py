@@ -25,7 +25,7 @@ def lists_of(group: Any) -> Any:
 
 
 def messages(runs: list[Run], ours: Any, on_cpu: bool, window: int) -> Iterator[Message]:
-    """Cuts the list for the sender's window. Half of it is the largest message, so that two are in flight."""
+    """Cuts the list for the sender's window. The largest message is half of the window, so that two are in flight."""
     most = max(1, window // 2)
     if not on_cpu:
         return packing.messages(runs, most, None, True)
@@ -71,7 +71,7 @@ def in_flight(messages: Iterable[Message], begin: Begin, window: int) -> None:
 
 
 def sends(ours: Any, listed: Listed, dst: int, group: Any, tag: int) -> Begin:
-    """Sends CPU tensors: on our backend, unless they are tiny, from where they are; otherwise packed."""
+    """Sends CPU tensors. Our backend sends them from where they are, unless they are tiny; all others are packed."""
 
     def begin(message: Message) -> Any:
         if _goes_as_list(ours, listed, message):

@@ -24,10 +24,10 @@ logger = logging.getLogger("sagellm")
 class OverlapReport:
     """How much of the communication was hidden behind computation, in seconds.
 
-    Hidden time is the gain of a step: the time of a step that waits for each operation at once, minus the time of a
-    step that overlaps operations. It needs steps of both kinds, which ``OverlapScheduler.step`` measures; without them
-    it is unknown. A short wait of the caller is no evidence of a gain, because operations slow down the computation if
-    all cores compute.
+    Hidden time is the gain of a step: the time of a step that waits for each operation right after issuing it, minus
+    the time of a step that overlaps operations. Hidden time needs steps of both kinds, which ``OverlapScheduler.step``
+    measures; without them it is unknown. A short wait of the caller is no evidence of a gain, because operations slow
+    down the computation if all cores compute.
 
     Example::
 
@@ -44,8 +44,8 @@ class OverlapReport:
     under_way: float
     #: How long the caller waited for the operations.
     waiting: float
-    #: Seconds of a step without overlap, of a step with it, and of the waits in a step without it. Each step counts as
-    #: on its slowest rank; these are the medians over the steps. None before all of them are measured.
+    #: Seconds of a step without overlap, of a step with overlap, and of the waits in a step without overlap. A step has
+    #: the value of its slowest rank, and these are the medians over the steps. None before all steps are measured.
     serial: float | None = None
     overlapping: float | None = None
     alone: float | None = None
@@ -118,13 +118,14 @@ class OverlapHandle:
 class OverlapScheduler:
     """Runs layers, and combines their outputs over the ranks while the caller continues computing.
 
-    This is faster if a core is free for the communication, or if the link is slow. If every core computes, it can make
-    a step slower. With each training step in ``step()``, the scheduler measures both ways and keeps the faster one.
+    A step is faster this way if a core is free for the communication, or if the link is slow. If every core computes,
+    it can be slower. With each training step in ``step()``, the scheduler measures both ways and keeps the faster one.
 
     Args:
-        backend: a backend of ``create_comm_backend``; None means the one that it returns without arguments.
+        backend: a backend of ``create_comm_backend``; None means that of ``create_comm_backend()``.
         op: how the results are combined: "sum", "avg", ...
-        depth: the largest number of operations in flight, at least 1; at the limit, the oldest one is waited for first.
+        depth: the largest number of operations in flight, at least 1; at the limit, the scheduler first waits for the
+            oldest one.
         calibrate: steps of each kind that ``step()`` measures, at least 1. With few of them, a single
             slow step may decide.
 
@@ -201,14 +202,14 @@ class OverlapScheduler:
     def step(self) -> Iterator[None]:
         """One step of a training loop; when it ends, all its operations have ended, even if no caller waited for them.
 
-        After a warm-up step, steps without and with overlap take turns (``calibrate`` of each). Then the ranks agree by
-        one all_reduce on the faster way, by the medians of each step's slowest rank, and all later steps use that way.
-        Every rank calls it for the same steps. If the model or the batch has changed, ``reset`` starts a new
-        measurement.
+        After a warm-up step, steps without and with overlap take turns (``calibrate`` of each). Then one all_reduce
+        finds the slowest rank's time of each step. The medians of these times decide which way is faster, and all later
+        steps use that way. Every rank calls it for the same steps. If the model or the batch has changed, ``reset``
+        starts a new measurement.
         """
         number = self._steps
         measured = 0 < number <= 2 * self.calibrate
-        # Order: serial, overlapped, overlapped, serial. So a machine that slows down meanwhile favours neither.
+        # Order: serial, overlapped, overlapped, serial. So a machine that slows down meanwhile favours neither way.
         self._serially = number % 4 in (1, 0) if measured else number > 0 and self._pays is False
         waited, began = self._waiting, perf_counter()
         try:

@@ -23,8 +23,8 @@ from torch_sagellm._private import load
 SMALL, PACK = 32 << 10, 1 << 20
 #: In bytes. Our backend sends a list of tensors as one message of at most JOINED, from where they are. For each tensor
 #: this takes about 50 ns more than packing it, so tensors smaller than TINY are packed there, too. A tensor of LARGE or
-#: more is a message by itself: this is as fast, and a fifth faster if both ranks can reach it, because it is then
-#: copied once.
+#: more is a message by itself. This is as fast as joining it with others, and a fifth faster if both ranks can reach
+#: the tensor, because the tensor is then copied only once.
 JOINED, TINY, LARGE = 4 << 20, 1 << 10, 1 << 20
 
 
@@ -187,7 +187,7 @@ def _is_itself(listed: Listed, message: Message) -> bool:
 
 
 def made(runs: Sequence[Run]) -> list[Tensor]:
-    """Creates new tensors on the CPU. Equal small ones are parts of one memory block of at most PACK bytes."""
+    """Creates new tensors on the CPU. Equal small tensors are parts of one memory block of at most PACK bytes."""
     tensors: list[Tensor] = []
     for run in runs:
         size = run.nbytes

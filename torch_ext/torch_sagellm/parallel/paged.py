@@ -33,9 +33,10 @@ def send_pages(
 
     A layer is a tensor on the CPU whose first dimension counts pages; keys and values may be two layers, or one layer
     with both in a page. ``layers`` may be a generator that computes: a layer is sent when it is yielded, and the next
-    one is requested while it is in flight. At most ``window`` bytes are in flight, so a slow receiver delays the
-    generator. Pages are sent from their memory; if they have less than 1 KiB, or the layer is not contiguous, they are
-    copied together first. It returns when all pages may be changed again; pages in flight must not change before.
+    layer is requested while this one is in flight. At most ``window`` bytes are in flight, so a slow receiver delays
+    the generator. Pages are sent from their memory; if a page has less than 1 KiB, or the layer is not contiguous, the
+    pages are copied together first. The function returns when all pages may be changed again; until then, pages in
+    flight must not change.
 
     If a layer is not dense or not on the CPU, or has no page for a block, it raises a ValueError before it sends the
     layer. If a layer is not a tensor, it raises a TypeError.
@@ -97,11 +98,11 @@ def recv_pages(
     """Receives the pages that rank ``src`` sends by ``send_pages`` into the pages ``blocks`` of ``layers``.
 
     The sender's first page is stored in the first of ``blocks``, and so on. The two sides' numbers may differ; each
-    number may occur once on this side. ``ready(n)`` is called when layer n has been received, so that it can be used
-    while the next ones are in flight.
+    number may occur once on this side. ``ready(n)`` is called when layer n has been received, so that this layer can be
+    used while the next ones are in flight.
 
     It raises a ValueError if the sender has other layers, pages or types. Even then it receives everything, so that
-    later messages arrive; it stores neither the layer that differs nor later ones. It raises a RuntimeError if the
+    later messages arrive. It stores neither the layer that differs nor later layers. It raises a RuntimeError if the
     sender has stopped with an error, or if the data from ``src`` is not a message of ``send_pages``.
 
     Example::

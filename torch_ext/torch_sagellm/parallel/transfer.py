@@ -106,10 +106,10 @@ def recv_tensors(
 
     ``device`` must be of the same type as the sender's. The tensors of ``out`` must be dense and on one device, and no
     two elements may share memory (ValueError, before anything is received). ``out`` must have the shapes and dtypes of
-    the sent tensors. Otherwise a ValueError says which differs; the tensors are then received and dropped, so that
-    later messages arrive. On a device the sender's ``window`` applies, because the sender has packed the messages by
-    it. On the CPU, equal new tensors below 32 KiB are parts of one memory block of at most 1 MiB. If the first received
-    message is not a message of ``send_tensors``, it raises a RuntimeError.
+    the sent tensors. Otherwise a ValueError says which tensor differs; the tensors are then received and dropped, so
+    that later messages arrive. On a device the sender's ``window`` applies, because the sender has packed the messages
+    by its own window. On the CPU, equal new tensors below 32 KiB are parts of one memory block of at most 1 MiB. A
+    RuntimeError is raised if the first received message is not one of ``send_tensors``.
 
     Example::
 
@@ -198,7 +198,7 @@ def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _unwrapped(what: str, number: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the plain one that a subclass stands for, such as a result of functional collectives."""
+    """The tensor, or the plain tensor that a subclass stands for: functional collectives return such a subclass."""
     if _wraps(tensor):
         tensor = tensor.clone()
     if _wraps(tensor):

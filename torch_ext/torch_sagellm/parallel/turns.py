@@ -10,9 +10,9 @@ from typing import Any
 
 #: Direction, group, other rank and tag. Transfers with the same key must not mix.
 Key = tuple[Any, ...]
-#: Re-entrant, because a signal handler may begin a transfer while its thread does.
+#: Re-entrant, because a signal handler may begin a transfer while its thread is already beginning one.
 _lock = threading.RLock()
-#: The last transfer of each key that may not have ended.
+#: For each key: its last transfer, as long as that transfer may not have ended.
 _latest: dict[Key, Turn] = {}
 
 
@@ -24,7 +24,7 @@ class Turn:
         #: The identifier of the thread whose call moves the data, or 0 if a separate thread moves it.
         self.thread = thread
         self.ended = threading.Event()
-        #: The transfer before this one. Set while this one may have to wait for it.
+        #: The transfer before this one. Set as long as this transfer may have to wait for the earlier one.
         self.before: Turn | None = None
 
     def wait(self) -> None:
@@ -50,7 +50,7 @@ def _last(key: Key) -> Turn | None:
 
 
 def take(key: Key, thread: int = 0) -> Turn:
-    """The turn after all transfers of this key that have begun. The caller waits for it, and ends it."""
+    """Takes the turn after all transfers of this key that have begun. The caller waits for this turn, and ends it."""
     turn = Turn(key, thread)
     with _lock:
         turn.before, _latest[key] = _last(key), turn
@@ -58,7 +58,7 @@ def take(key: Key, thread: int = 0) -> Turn:
 
 
 def take_if_free(key: Key) -> Turn | None:
-    """A turn that has come, or None if another transfer has it."""
+    """Takes a turn that need not wait; returns None if an earlier transfer of this key has not ended."""
     turn = Turn(key, threading.get_ident())
     with _lock:
         if _last(key) is not None:

@@ -39,9 +39,9 @@ class CommOp(str, Enum):
 class CommBackendProtocol(ABC):
     """The methods that every communication backend has.
 
-    The backends of this package implement it (``torch_sagellm.create_comm_backend`` creates them), and others may: a
-    program that uses only these five methods runs with any of them. A subclass that lacks one cannot be instantiated
-    (TypeError).
+    The backends of this package implement it (``torch_sagellm.create_comm_backend`` creates them), and other backends
+    may do so. A program that uses only these five methods runs with any such backend. A subclass that lacks one cannot
+    be instantiated (TypeError).
 
     Example::
 

@@ -97,7 +97,7 @@ pub trait Calls: Api + Sized + 'static {
     fn close(comm: &Arc<Joined<Self>>, deadline: Duration) -> Result<()>;
 }
 
-/// One rank of a communicator of library `L`. Threads that end the communicator hold it too.
+/// One rank of a communicator of library `L`. Threads that end the communicator also hold this object.
 pub struct Joined<L: Calls> {
     pub api: Arc<L>,
     pub guard: HandleGuard,

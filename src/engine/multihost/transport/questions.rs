@@ -1,9 +1,9 @@
 //! Questions between ranks that wait for each other.
 //!
 //! Ranks that disagree about an operation, for example about its root, may all wait for data, and then no frame shows
-//! the mismatch. So a rank that has waited for a frame for `ASK_AFTER` sends its own header to that peer in a Question. A
-//! rank compares the Questions that it finds with its own batch: while it waits, and before it sends. Ranks that come in
-//! time send none.
+//! the mismatch. So a rank that has waited `ASK_AFTER` for a frame sends its own header in a Question to the peer of
+//! that frame. While a rank waits, and before it sends, it looks for Questions and compares them with its own batch. If
+//! all ranks come in time, no Question is sent.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -19,8 +19,8 @@ use crate::os::clock;
 const ASK_AFTER: Duration = Duration::from_millis(100);
 
 impl Transport {
-    /// Waits for the next frame of `peer` that is no Question. If the wait is long, sends Questions, after twice as long
-    /// each time.
+    /// Waits for the next frame of `peer` that is no Question. In a long wait, sends Questions, each after twice the
+    /// time of the one before.
     pub(super) fn await_frame(&mut self, peer: usize, own: &FrameHeader, deadline: u64) -> Result<Vec<u8>> {
         let mut looks = 0u32;
         loop {
@@ -29,7 +29,7 @@ impl Transport {
             self.waiting_for.store(peer, Ordering::Relaxed);
             while clock::now() < deadline && !transfer.ends_within(ASK_AFTER) {
                 looks += 1;
-                // The peer drops a Question about an operation to which it comes later.
+                // The Question is repeated, because the peer drops one about an operation that it has not reached yet.
                 if looks.is_power_of_two() {
                     self.ask(peer, own);
                 }
@@ -68,7 +68,8 @@ impl Transport {
         }
     }
 
-    /// Like `questions`, for all ranks except `peer` and this rank, also those from which this rank expects nothing.
+    /// Like `questions`, for all ranks except `peer` and this rank, including those from which this rank expects
+    /// nothing.
     fn questions_of_others(&mut self, peer: usize, own: &FrameHeader) -> Result<()> {
         let (ranks, me) = (self.names.processes.len(), self.names.me);
         for other in (0..ranks).filter(|other| *other != peer && *other != me) {
@@ -83,9 +84,10 @@ impl Transport {
         Ok(())
     }
 
-    /// The error, if a frame of `peer` says that it runs another operation under the number of this rank's. An earlier
-    /// or a later operation shows nothing: what the peer waits for may be on its way, and this rank may still come to
-    /// what the peer runs. The segments of an operation have one number and signature, but not one chain.
+    /// Returns the error if a frame of `peer` says that `peer` runs another operation under the same number. An earlier
+    /// or a later operation is no mismatch: the data for which the peer waits may be on its way, and this rank may
+    /// still reach the peer's operation. Chains are not compared, because the segments of an operation have different
+    /// ones.
     fn other_call(&self, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
         let (word, _, theirs) = unframe(frame);
         let is_call = [Word::Data as u64, Word::Question as u64].contains(&word);

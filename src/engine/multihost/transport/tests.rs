@@ -1,4 +1,4 @@
-//! Steps over links that a test plays: the peer is lost, or has sent certain frames.
+//! Tests steps over simulated links, whose peer is lost or has sent certain frames.
 
 use std::sync::Mutex;
 
@@ -111,7 +111,7 @@ fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
     assert!(outcome.as_ref().is_err_and(|error| error.rank() == Some(1)), "{outcome:?}");
 }
 
-/// The header of a broadcast. The segments of a broadcast have different chains.
+/// Returns the header of a broadcast. The segments of a broadcast have different chains.
 fn header(number: u64, root: u32, chain: u64) -> FrameHeader {
     let signature = signature_of(Kind::Broadcast, (Dtype::Bytes, ReduceOp::Sum), root, (8, 8));
     FrameHeader { signature, number, chain, ..FrameHeader::default() }
@@ -172,7 +172,7 @@ fn a_long_wait_sends_questions_after_twice_as_long_each_time() {
     let mut transport = transport(link.clone());
     let error = step(&mut transport, true).unwrap_err().to_string();
     assert!(error.contains("Timed out waiting for rank 1"), "{error}");
-    // The wait of 300 ms has at most two ends of intervals of 100 ms whose number is a power of two.
+    // Questions follow the intervals of 100 ms whose number is a power of two. At most two of these end in the 300 ms.
     let sent = link.sent.lock().unwrap();
     assert_eq!((sent[0].clone(), sent[1].clone()), (told(Word::Data, batch()), told(Word::Question, batch())));
     assert!(sent.len() <= 3 && transport.peer(1).oldest_send(1).is_none(), "{} sends", sent.len());

@@ -31,7 +31,7 @@ const LAST: isize = -100;
 /// What a call returns if it may take longer: a request, null, or a status.
 pub type Started = *mut c_void;
 
-/// The status in a `Started`, or None if it is a request.
+/// Returns the status in a `Started`, or None if it is a request.
 pub fn status_of(started: Started) -> Option<Status> {
     let number = started as isize;
     (LAST..=0).contains(&number).then_some(number as Status)
@@ -233,17 +233,17 @@ functions! {
 }
 
 impl Api {
-    /// Opens the library. The error says where it was searched for, and what to do.
+    /// Opens the library. The error says where the library was searched for, and what to do.
     pub fn open(hints: &Hints) -> Result<Api> {
         Api::load(Library::open(&UCX, hints)?)
     }
 
-    /// The library's file.
+    /// Returns the library's file.
     pub fn path(&self) -> &str {
         &self.library.path
     }
 
-    /// The library's text for a status.
+    /// Returns the library's text for a status.
     pub fn text(&self, status: Status) -> String {
         // SAFETY: the function accepts any number and returns a text that is never freed.
         unsafe { CStr::from_ptr((self.status_text)(status)) }.to_string_lossy().into_owned()

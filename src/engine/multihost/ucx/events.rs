@@ -69,7 +69,7 @@ impl Held {
         self.is_far
     }
 
-    /// The data, which must be here.
+    /// Returns the data, which must be here and not at the sender.
     pub fn bytes(&self) -> &[u8] {
         assert!(!self.is_far, "the data is still at its sender");
         if self.bytes == 0 {
@@ -80,7 +80,7 @@ impl Held {
     }
 }
 
-/// What callbacks write. They run within calls of the library, so under the worker's lock.
+/// What callbacks write. Callbacks run within calls of the library, so under the worker's lock.
 pub struct Notes {
     pub events: Vec<Event>,
     api: Arc<Api>,
@@ -111,19 +111,20 @@ pub struct Flight {
 }
 
 impl Flight {
-    /// A request of `who` without memory. If the request closes an endpoint, `aim` is that endpoint's, otherwise null.
+    /// Makes a request of `who` without memory. `aim` is the aim of the endpoint that the request closes, otherwise
+    /// null.
     pub fn new(notes: *mut Notes, who: u64, what: What, aim: *mut Aim) -> Box<Flight> {
         Box::new(Flight { notes, who, what, head: [0; HEAD], pieces: Vec::new(), aim })
     }
 
-    /// A request of `who` with a header and memory.
+    /// Makes a request of `who` with a header and memory.
     pub fn with(notes: *mut Notes, who: u64, what: What, head: [u8; HEAD], spans: &[Span]) -> Box<Flight> {
         let piece = |span: &Span| api::Piece { address: span.addr as *mut c_void, bytes: span.bytes };
         let pieces = spans.iter().filter(|span| span.bytes > 0).map(piece).collect();
         Box::new(Flight { notes, who, what, head, pieces, aim: ptr::null_mut() })
     }
 
-    /// The memory as the library wants it: address, count, datatype.
+    /// Returns the memory as the library wants it: address, count, datatype.
     pub fn memory(&self) -> (*const c_void, usize, u64) {
         match &self.pieces[..] {
             [] => (ptr::null(), 0, api::CONTIGUOUS),
@@ -132,7 +133,7 @@ impl Flight {
         }
     }
 
-    /// A request whose callback gets this flight.
+    /// Makes a request whose callback gets this flight.
     pub fn request(&self) -> api::Request {
         let callback = match self.what {
             What::Receive(_) => api::Callback { received: on_received },

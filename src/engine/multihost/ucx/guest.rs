@@ -107,8 +107,8 @@ fn handler(signal: c_int) -> Option<libc::sigaction> {
     }
 }
 
-/// Messages of the library that are not logged yet. They are kept because the library may hold locks when it writes
-/// one, and so may our caller.
+/// Messages of the library that are not logged yet. They are kept because both the library and our caller may hold
+/// locks when the library writes a message.
 static MESSAGES: Mutex<Vec<(c_int, String)>> = Mutex::new(Vec::new());
 /// Whether `MESSAGES` has any. Written under the lock of `MESSAGES`, but read without it (relaxed: a hint).
 static HAS_MESSAGES: AtomicBool = AtomicBool::new(false);

@@ -179,8 +179,8 @@ impl Worker {
 
     // ------------------------------------------------------------------------------------------------------- messages
 
-    /// Sends a message. If `is_eager`, the data is sent at once, and not when the receiver asks for it. Returns true if
-    /// the memory is already free again; otherwise a `What::Send` event with this number will report that.
+    /// Sends a message. If `is_eager`, the data is sent immediately, and not when the receiver asks for it. Returns
+    /// true if the memory is already free again; otherwise a `What::Send` event with this number will report that.
     ///
     /// # Safety
     /// The memory of `pieces` must be valid, and not written, until it is free again.

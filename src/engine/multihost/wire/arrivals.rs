@@ -2,7 +2,7 @@
 //!
 //! UCX keeps no order between short and long messages, so frames are numbered, and one that arrives early waits for its
 //! turn. The data of a body goes from memory to memory. While a body arrives, later mail and `Cut` frames wait, because
-//! they must be handed over after the body (`Mail::send_body`); everything else is handled at once.
+//! they must be handed over after the body (`Mail::send_body`); everything else is handled immediately.
 
 #![allow(unsafe_code)] // the callers of transfers vouch for the memory
 
@@ -25,7 +25,7 @@ const NO_FRAME: &str = "it sent what is no frame";
 /// What has to be handed over in order.
 enum Step {
     Body(Body),
-    /// A frame behind a body.
+    /// A frame that waits until the body before it is handed over.
     Behind(Frame, Data),
 }
 
@@ -33,7 +33,7 @@ struct Body {
     incoming: Incoming,
     /// The number of the UCX receive that still uses the body's memory.
     flying: Option<(u64, Counted)>,
-    /// Whether the receive failed. Then the connection ends, and this with it.
+    /// Whether the receive failed. Then the connection ends, and this body with it.
     failed: bool,
     /// Set if the transfer was given up: its error.
     doomed: Option<String>,
@@ -81,7 +81,7 @@ impl Arrivals {
         self.moved = Instant::now();
     }
 
-    /// When something last arrived.
+    /// Returns when something last arrived.
     pub fn moved(&self) -> Instant {
         self.moved
     }
@@ -153,7 +153,7 @@ impl Arrivals {
         }
     }
 
-    /// Handles a frame all of whose data is here.
+    /// Handles a frame whose data has arrived completely.
     fn handle<R: Routes>(&mut self, frame: Frame, data: Data, with: &mut Handler<R>) -> Result<(), String> {
         if data.is_far() {
             self.watched.release(data);
@@ -207,7 +207,7 @@ impl Arrivals {
         self.watched.release(data);
     }
 
-    /// A receive has ended. `broken`: why the connection is broken, if it is. An error ends the connection.
+    /// Called when a receive has ended. `broken`: why the connection is broken, if it is. An error ends the connection.
     pub fn receive_ended<R: Routes>(
         &mut self,
         number: u64,
@@ -269,7 +269,7 @@ impl Arrivals {
         self.steps.iter_mut().filter_map(|step| if let Step::Body(body) = step { Some(body) } else { None })
     }
 
-    /// Whether UCX is still receiving any of these.
+    /// Whether UCX still runs a receive with one of these numbers.
     pub fn is_flying(&self, numbers: &[u64]) -> bool {
         self.steps.iter().filter_map(Step::number).any(|number| numbers.contains(&number))
     }
@@ -290,7 +290,7 @@ impl Arrivals {
 }
 
 impl Step {
-    /// The number of the receive that UCX is doing.
+    /// Returns the number of the receive that UCX is doing.
     fn number(&self) -> Option<u64> {
         match self {
             Step::Body(body) => body.flying.as_ref().map(|(number, _)| *number),

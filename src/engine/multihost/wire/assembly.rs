@@ -1,24 +1,24 @@
 //! The receiving side of a stream of frames that several TCP connections carry. `stripes` is the sending side.
 //!
-//! Bytes may arrive before the bytes in front of them, and they may arrive twice. If they belong to the frame that is
-//! being received, they are stored in its memory at once, wherever they belong in it; bytes of later frames are kept
-//! until their turn. A frame ends when all its bytes are there. Bytes that arrive again after that are dropped, because
-//! the frame's memory may have other users by then.
+//! Bytes may arrive before the bytes in front of them, and they may arrive twice. Bytes of the frame that is being
+//! received are stored immediately, at their place in its memory; bytes of later frames are kept until their turn. A
+//! frame ends when all its bytes are there. Bytes that arrive again after that are dropped, because the frame's memory
+//! may have other users by then.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Handles the stream, in order.
 pub trait Sink {
-    /// Everything before this offset in the stream was handled.
+    /// Returns the offset in the stream before which everything was handled.
     fn position(&self) -> u64;
     /// Handles the next bytes. An error ends the connection.
     fn feed(&mut self, data: &[u8]) -> Result<(), String>;
-    /// If a frame is being received: the offsets of its data in the stream.
+    /// Returns the offsets of the current frame's data in the stream, if a frame is being received.
     fn current(&self) -> Option<Range<u64>>;
     /// Stores data of the current frame that belongs at this offset of the stream.
     fn store(&mut self, at: u64, data: &[u8]);
-    /// The next `bytes` bytes, which belong to the current frame, are already in its memory.
+    /// Skips the next `bytes` bytes, which belong to the current frame and are already in its memory.
     fn skip(&mut self, bytes: u64);
 }
 
@@ -52,7 +52,7 @@ pub enum Came<'a> {
 }
 
 impl Assembly {
-    /// The bytes at offset `at` of the stream have arrived.
+    /// Handles bytes that have arrived. They begin at offset `at` of the stream.
     pub fn arrived(&mut self, sink: &mut impl Sink, at: u64, came: Came) -> Result<(), String> {
         let begin = at;
         let end = at

@@ -20,7 +20,7 @@ impl Bell {
         event_count::announce(self, 1);
     }
 
-    /// Sleeps until the bell rings, for at most `longest`. Returns at once if `ready` returns true.
+    /// Sleeps until the bell rings, for at most `longest`. Returns immediately if `ready` returns true.
     pub fn sleep(&self, longest: Duration, ready: impl Fn() -> bool) {
         let listening = event_count::Listening::new(self, 0);
         if !ready() {

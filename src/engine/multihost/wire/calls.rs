@@ -19,12 +19,12 @@ use crate::os::random;
 /// After the first of several connections is made, a process waits this long for the rest.
 const LATE_PATHS: Duration = Duration::from_secs(2);
 
-/// A connection to another rank that is not complete yet.
+/// A connection to another rank, not complete yet.
 struct Call {
     rank: usize,
     fd: OwnedFd,
     state: CallState,
-    /// Set if it is one of several connections.
+    /// Set if this is one of several connections.
     path: Option<CalledPath>,
 }
 

@@ -1,7 +1,7 @@
-//! A connection whose frames UCX carries. Its TCP connection stays open beside the endpoint. On it the two processes
-//! have named each other; they then exchange their workers' addresses and, at the end, the numbers of frames that they
-//! have sent. When the TCP connection ends, the peer's process has ended. UCX itself may need many seconds to detect
-//! that.
+//! A connection whose frames UCX carries. Its TCP connection stays open beside the endpoint. The two processes have
+//! named each other on the TCP connection. They also exchange their workers' addresses there and, at the end, the
+//! numbers of frames that they have sent. When the TCP connection ends, the peer's process has ended. UCX itself may
+//! need many seconds to detect that.
 //!
 //! Each frame is one active message. `departures` sends the frames, `arrivals` hands over those of the peer. This file
 //! decides when the connection has ended.
@@ -29,11 +29,11 @@ use crate::types::Span;
 /// The reason that is given if the peer's process has ended.
 const CLOSED: &str = "Connection closed by peer";
 const NO_END: &str = "a transfer that was given up did not end";
-/// After the end of the TCP connection, frames that were sent before may still arrive. If the peer has not said how many,
-/// the connection ends when it is quiet for this long, at the latest after `LONGEST_END`.
+/// After the end of the TCP connection, frames that were sent earlier may still arrive. If the peer has not said how
+/// many, the connection ends when nothing has arrived for this long, at the latest after `LONGEST_END`.
 const QUIET: Duration = Duration::from_millis(50);
 const LONGEST_END: Duration = Duration::from_millis(500);
-/// If the peer has said how many frames it has sent, they have this long to arrive.
+/// If the peer has said how many frames it has sent, the frames have this long to arrive.
 const ORDERLY_END: Duration = Duration::from_secs(5);
 /// How long a transfer that was given up may go on before the endpoint is closed by force. That ends other groups too, so
 /// a large transfer on a slow network gets some time.
@@ -208,7 +208,7 @@ impl Carried {
         locked(&self.inn).arrivals.came(number, head, data, with)
     }
 
-    /// A request of UCX has ended. Only the thread that drives the wire calls this.
+    /// Called when a request of UCX has ended. Only the thread that drives the wire calls this.
     pub fn ended(&self, what: What, outcome: Outcome, routes: &impl Routes, events: &mut Events) {
         let mut inn = locked(&self.inn);
         inn.arrivals.touch();
@@ -230,7 +230,7 @@ impl Carried {
         }
     }
 
-    /// The endpoint has failed.
+    /// Called when the endpoint has failed.
     pub fn failed(&self, why: &str) {
         locked(&self.out).fail(why);
     }

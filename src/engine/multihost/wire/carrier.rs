@@ -35,7 +35,7 @@ impl Carrier {
         carried
     }
 
-    /// Returns how long a pass may sleep instead of `sleep`. Unless the result is zero, an event of UCX ends the sleep.
+    /// Returns how long a pass may sleep: `sleep` or less. Unless the result is zero, an event of UCX ends the sleep.
     pub fn longest_sleep(&self, sleep: Duration) -> Duration {
         let sleep = if self.watched.has_any() { sleep.min(LOOK) } else { sleep };
         // If the library has events already, it will not wake a sleeping thread.

@@ -1,9 +1,9 @@
 //! Transfers one group's messages, mail and bodies; peers are named by rank.
 //!
-//! A short message of a lane is sent at once, if the receiver has consumed enough of the earlier ones (`peer`). The
+//! A short message of a lane is sent immediately if the receiver has consumed enough of the earlier ones (`peer`). The
 //! receiver keeps it until a receive is posted. A longer message is a body: when its receive is posted, the receiver
 //! sends Want. A long body is sent when its Want has come, so it is never stored on the way; if the receive is posted
-//! ahead, no latency is added. A shorter body of a lane is sent before that (`peer`).
+//! ahead, no latency is added. A shorter body of a lane is sent before its Want (`peer`).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -62,7 +62,7 @@ impl Channel {
         })
     }
 
-    /// The process of a peer as text.
+    /// Returns the process of a peer as text.
     pub fn who(&self, peer: usize) -> String {
         self.who.get(peer).cloned().unwrap_or_default()
     }
@@ -109,7 +109,7 @@ impl Channel {
         }
     }
 
-    /// The peers that have not joined, and for each of them whether a working connection exists.
+    /// Returns the peers that have not joined, and for each of them whether a working connection exists.
     pub fn missing(&self) -> Vec<(usize, ProcessId, bool)> {
         let state = self.lock();
         let others = state.peers.iter().enumerate().filter(|(rank, peer)| *rank != self.me && !peer.has_joined());
@@ -203,7 +203,7 @@ impl Channel {
 
     // --------------------------------------------------------------------------------------------- calls of this rank
 
-    /// The error of a call for a peer that is lost. It has the link's text; `names` adds the process.
+    /// Fails if the peer is lost. The error has the link's text; `names` adds the process.
     fn check_reached(rank: usize, peer: &Peer) -> Result<()> {
         peer.lost().map_or(Ok(()), |why| Err(Error::rank_failed(rank, why)))
     }
@@ -253,7 +253,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Posts a receive of a body, and sends Want to the peer, also if the body has arrived: then the Want says that the
+    /// Posts a receive of a body, and sends Want to the peer. If the body has already arrived, the Want says that the
     /// body has been taken.
     pub fn receive_body(&self, rank: usize, number: u64, waiting: Waiting, events: &mut Events) -> Result<()> {
         let mut state = self.lock();
@@ -276,7 +276,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Sends a body now if the peer has sent Want for it, or if it may be sent ahead; otherwise when the Want arrives.
+    /// Sends a body now if the peer has sent Want for it, or if it may be sent ahead. Otherwise sends the body when the
+    /// Want arrives.
     pub fn send_body(&self, rank: usize, number: u64, waiting: Waiting, events: &mut Events) -> Result<()> {
         let mut state = self.lock();
         let to = &mut state.peers[rank];
@@ -312,7 +313,7 @@ impl Channel {
         connection.give_up(&self.driving, is_it, || self.lock().peers[rank].give_up(is_it));
     }
 
-    /// From now on `mailbox` gets the mail, first what has arrived before, and the losses of peers.
+    /// Passes mail and the losses of peers to `mailbox` from now on, first the mail that has already arrived.
     pub fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>) {
         loop {
             let mut state = self.lock();
@@ -474,8 +475,8 @@ impl Receiver for Channel {
             Target::Fresh(data) if frame.kind == Kind::Body => {
                 let mut state = self.lock();
                 let peer = &mut state.peers[rank];
-                // A receive may have been posted while the data arrived. Nobody gives it up meanwhile, because that
-                // needs the lock of the connection's reading side.
+                // A receive may have been posted while the data arrived. Nobody gives up that receive meanwhile,
+                // because giving up needs the lock of the connection's reading side, which is held here.
                 match peer.take_want(frame.number) {
                     Some(waiting) => {
                         drop(state);

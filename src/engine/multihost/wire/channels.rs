@@ -32,7 +32,8 @@ impl Channels {
         self.all.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
-    /// Adds a channel, whose frames are handled from now on. `connections` are all of this process; they are locked.
+    /// Adds a channel, whose frames are handled from now on. `connections` are all connections of this process; the
+    /// caller holds their lock.
     pub fn add<'a>(&self, channel: &Arc<Channel>, connections: impl Iterator<Item = &'a Arc<Connection>>) {
         // The write lock keeps other threads from finding the channel before it has its connections and knows who was
         // early. `connect` sends Hello to each peer, so every frame that a peer sends in answer finds the channel. A
@@ -49,7 +50,7 @@ impl Channels {
         self.all.write().unwrap_or_else(PoisonError::into_inner).remove(&id).is_some()
     }
 
-    /// Forgets who was early in a channel: this rank has it, or gave up joining it.
+    /// Forgets which peers were early in a channel. Called when this rank has the channel or gave up joining it.
     pub fn forget_early(&self, id: u64) {
         locked(&self.early).remove(&id);
     }
@@ -61,7 +62,7 @@ impl Routes for Channels {
         channels.get(&channel).cloned().map(|channel| channel as Arc<dyn Receiver>)
     }
 
-    /// The channel was not found, because this rank has not joined the channel yet or has left it.
+    /// Handles a frame whose channel was not found, because this rank has not joined the channel yet or has left it.
     fn of_none(&self, from: Origin, frame: Frame, events: &mut Events) -> Result<(), String> {
         const MOST: usize = 1 << 16; // beyond this number, entries are of groups that failed
         let channels = self.all.read().unwrap_or_else(PoisonError::into_inner);

@@ -33,14 +33,15 @@ impl Connection {
         Connection { token, peer, sockets: Sockets::Single(Single::new(token, fd)) }
     }
 
-    /// A connection that consists of several sockets. `first` is the first one; `Several::attach` adds the others.
+    /// Makes a connection that consists of several sockets. `first` is the first one; `Several::attach` adds the
+    /// others.
     pub fn of_several(driving: &Arc<Driving>, peer: ProcessId, number: u64, first: &Arc<Socket>) -> Connection {
         let several = Several::new(driving, number);
         several.attach(driving, 0, first);
         Connection { token: first.token, peer, sockets: Sockets::Several(Box::new(several)) }
     }
 
-    /// A connection whose frames UCX carries.
+    /// Makes a connection whose frames UCX carries.
     pub fn by_ucx(from: Origin, carried: Arc<Carried>) -> Connection {
         Connection { token: from.token, peer: from.peer, sockets: Sockets::Carried(carried) }
     }
@@ -68,7 +69,7 @@ impl Connection {
         }
     }
 
-    /// The descriptors and tokens of its sockets.
+    /// Returns the descriptors and tokens of the connection's sockets.
     pub fn sockets(&self) -> Vec<(i32, u64)> {
         match &self.sockets {
             Sockets::Single(single) => vec![(single.fd(), self.token)],
@@ -100,8 +101,8 @@ impl Connection {
         }
     }
 
-    /// Whether the peer's system has all that was queued. Then the peer reads it even if this process ends. Before that,
-    /// the end of this process may discard it: data that arrives for a closed socket resets the connection.
+    /// Whether the peer's system has all that was queued. Then the peer reads it even if this process ends. If this
+    /// process ends before that, queued data may be lost: data that arrives for a closed socket resets the connection.
     pub fn is_delivered(&self) -> bool {
         match &self.sockets {
             Sockets::Single(single) => single.is_delivered(),

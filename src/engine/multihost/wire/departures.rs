@@ -92,7 +92,7 @@ impl Departures {
         }
     }
 
-    /// How many frames were sent.
+    /// Returns how many frames were sent.
     pub fn sent(&self) -> u64 {
         self.sent
     }
@@ -122,7 +122,7 @@ impl Departures {
         self.flights.is_empty() && !self.closing && !matches!(self.way, Way::Open { .. })
     }
 
-    /// Why the endpoint has failed, and when.
+    /// Returns why the endpoint has failed, and when.
     pub fn failed(&self) -> Option<&(String, Instant)> {
         self.failed.as_ref()
     }
@@ -180,7 +180,7 @@ impl Departures {
 
     // --------------------------------------------------------------------------------------------------------- sending
 
-    /// Sends a frame, or queues it if there is no endpoint or it has failed.
+    /// Sends a frame, or queues it if there is no endpoint or the endpoint has failed.
     pub fn push(&mut self, outgoing: Outgoing, events: &mut Events) {
         let (Way::Open { endpoint, theirs }, None) = (&self.way, &self.failed) else {
             return self.queue.push_back(outgoing);
@@ -211,7 +211,7 @@ impl Departures {
         }
     }
 
-    /// A send has ended. `broken`: why the connection is broken, if it is.
+    /// Called when a send has ended. `broken`: why the connection is broken, if it is.
     pub fn send_ended(&mut self, number: u64, outcome: Outcome, broken: Option<&str>, events: &mut Events) {
         let Some(mut one) = self.flights.remove(&number) else { return }; // a knock; if it failed, the endpoint has too
         match (outcome, one.doomed.take().or(broken.map(str::to_string))) {
@@ -229,14 +229,14 @@ impl Departures {
         self.flushed = self.flushed.max(self.flushing.take().unwrap_or(0));
     }
 
-    /// UCX has closed the endpoint.
+    /// Called when UCX has closed the endpoint.
     pub fn close_ended(&mut self) {
         self.closing = false;
     }
 
     // ------------------------------------------------------------------------------------------------- what ends early
 
-    /// The endpoint has failed.
+    /// Called when the endpoint has failed.
     pub fn fail(&mut self, why: &str) {
         self.failed.get_or_insert_with(|| (why.to_string(), Instant::now()));
         self.watched.add(self.who);
@@ -271,7 +271,7 @@ impl Departures {
         self.flights.iter().filter(|(_, one)| is_it(&one.end)).map(|(number, _)| *number).collect()
     }
 
-    /// Whether UCX is still sending any of these.
+    /// Whether UCX still runs a send with one of these numbers.
     pub fn is_flying(&self, numbers: &[u64]) -> bool {
         numbers.iter().any(|number| self.flights.contains_key(number))
     }

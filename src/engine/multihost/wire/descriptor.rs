@@ -1,4 +1,4 @@
-//! The descriptor of a socket, which is closed in forked children.
+//! The descriptor of a socket. Forked children close their copy.
 
 use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -12,10 +12,11 @@ use super::sockets::{Epoll, socket_address};
 use super::{ProcessId, locked, sockets};
 
 pub const MAGIC: &[u8; 8] = b"sagewir1";
-/// Length of what a connecting process sends: the magic number, the number of the process it wants, its own number.
+/// Length of what a connecting process sends: the magic number, the number of the process to which it wants to connect,
+/// its own number.
 const CALL: usize = 8 + 16 + 16;
-/// The same for a process that opens several connections. Two numbers follow, eight bytes each: that of the connection
-/// between the processes, and the place of this TCP connection in it.
+/// The magic number of a process that opens several connections. Such a process sends two more numbers of eight bytes:
+/// the number of the connection between the processes, and the place of this TCP connection in it.
 pub const MAGIC_OF_SEVERAL: &[u8; 8] = b"sagewirn";
 const CALL_OF_SEVERAL: usize = CALL + 8 + 8;
 /// Length of the answer: the magic number, the number of the answering process.
@@ -176,10 +177,10 @@ pub struct Stranger {
 /// What a connecting process has sent.
 pub struct Introduction {
     pub is_ours: bool,
-    /// The process that it wants.
+    /// The process to which the sender wants to connect.
     pub wanted: ProcessId,
     pub who: ProcessId,
-    /// Set if it is one of several connections: their number, and the place of this one.
+    /// Set if this is one of several connections: the number that they share, and the place of this one.
     pub path: Option<(u64, u64)>,
 }
 
@@ -188,7 +189,7 @@ impl Stranger {
         self.stream.as_raw_fd()
     }
 
-    /// Returns true when the process has sent everything.
+    /// Reads what has arrived. Returns true when the process has sent everything.
     fn listen(&mut self) -> io::Result<bool> {
         let said = read_up_to(&mut self.stream, &mut self.said, CALL)?;
         if said && self.is_of_several() {

@@ -28,15 +28,15 @@ pub struct Driving {
     driver: Mutex<Vec<Ready>>,
     /// Rung when a transfer has ended or a thread has stopped driving.
     changed: Bell,
-    /// Number of threads in `wait`, which change it themselves. The background thread and a thread that leaves `wait`
-    /// read it (relaxed: it is a hint, and sleeping threads check again after at most `NAP`).
+    /// Number of threads in `wait`. Each of these threads counts itself. The background thread and a thread that leaves
+    /// `wait` read it (relaxed: it is a hint, and sleeping threads check again after at most `NAP`).
     waiting: AtomicUsize,
     /// Number of things that must be driven even if no thread waits (`Counted`). Relaxed: a hint like `waiting`.
     pending: AtomicUsize,
     deferred: Mutex<Vec<(Event, Counted)>>,
     /// Rung when the background thread may be needed.
     background: Bell,
-    /// Rung when it may be needed and no thread is expected to wait soon.
+    /// Rung when the background thread may be needed and no thread is expected to wait soon.
     urgent: Bell,
     /// Whether the background thread drives now, or is about to. That thread writes it; a thread that finds the driver's
     /// lock held reads it (relaxed: a hint).
@@ -44,9 +44,9 @@ pub struct Driving {
     /// Whether the background thread's pass was interrupted. A thread that finds the driver's lock held sets it, the
     /// background thread clears it before a pass (relaxed: a hint).
     interrupted: AtomicBool,
-    /// Time (`clock::stamp`) of the last `poll` by a thread of the program, or, during its sleep in `poll`, the end of
-    /// that sleep. Until then the background thread does not drive. The polling threads write it, the background thread
-    /// reads it (relaxed: a hint).
+    /// When a thread of the program last called `poll` (`clock::stamp`). While a thread sleeps in `poll`: when its
+    /// sleep ends. The background thread drives only when `EAGER` has passed since this time. The polling threads write
+    /// it, the background thread reads it (relaxed: a hint).
     polled: AtomicU64,
     started: AtomicBool,
     /// Decides whether a waiting thread yields its core or sleeps.
@@ -93,7 +93,7 @@ impl Driving {
         })
     }
 
-    /// What the passes read.
+    /// Returns the epoll that the passes read.
     pub fn epoll(&self) -> &Epoll {
         &self.epoll
     }
@@ -126,12 +126,12 @@ impl Driving {
         self.changed.ring();
     }
 
-    /// Called by the thread that drives after a kick.
+    /// Clears a kick. Only the thread that drives calls this.
     pub fn clear_kick(&self) {
         self.kick.clear();
     }
 
-    /// The events that wait for the thread that drives.
+    /// Removes and returns the events that wait for the thread that drives.
     pub fn take_deferred(&self) -> Vec<Event> {
         let deferred = std::mem::take(&mut *locked(&self.deferred));
         deferred.into_iter().map(|(event, _)| event).collect()
@@ -218,8 +218,8 @@ impl Driving {
 
     /// Makes one pass, unless another thread drives. If nothing is ready, the pass sleeps for at most `sleep`.
     ///
-    /// If the background thread drives, this thread takes over. With `sleep` it waits for that at most this long. Its pass
-    /// then does not sleep, because the caller must first check whether what it waits for has come meanwhile.
+    /// If the background thread drives, this thread takes over; it waits at most `sleep` until it can. Its pass then
+    /// does not sleep, because what the caller waits for may have come meanwhile.
     pub fn poll(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool, sleep: Duration) -> Polled {
         for (longest, is_last) in [(sleep, sleep.is_zero()), (Duration::ZERO, true)] {
             match self.driver.try_lock() {
@@ -269,8 +269,8 @@ impl Driving {
         }
     }
 
-    /// The same if the caller will probably wait soon, and then drives. As long as threads of the program poll again and
-    /// again, the background thread looks by itself.
+    /// Like `wake_for_pending`, for a caller that will probably wait soon and then drive. While threads of the program
+    /// keep polling, this does not wake the background thread, which then looks by itself.
     pub fn expect_wait(&self) {
         if self.is_needed() {
             self.background.ring();
@@ -297,12 +297,12 @@ impl Driving {
     /// Drives in the background, as long as the process lives.
     pub fn run(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool) {
         const ASLEEP: Duration = Duration::from_secs(1);
-        /// A thread that has begun a transfer usually waits for it at once, and then that thread drives.
+        /// A thread that has begun a transfer usually waits for it immediately, and then that thread drives.
         const GRACE: Duration = Duration::from_micros(50);
-        /// The longest such time. It doubles each time that this thread was not needed.
+        /// The longest grace. The grace doubles each time that this thread was not needed.
         const LONGEST_GRACE: Duration = Duration::from_micros(500);
-        /// This thread sleeps until it is woken only if no thread of the program has polled for this long. Before, it
-        /// looks by itself, because waking it takes that thread longer than a look.
+        /// If no thread of the program has polled for this long, this thread sleeps until it is woken. Before that it
+        /// wakes by itself and looks, because waking it would delay a polling thread by more than the time of a look.
         const POLLED: Duration = Duration::from_millis(10);
         let after_poll = |more: Duration| {
             let end = Duration::from_nanos(self.polled.load(Ordering::Relaxed)) + more;
@@ -375,7 +375,8 @@ mod tests {
         let theirs = Arc::clone(&driving);
         driving.start(move || theirs.run(|ready, sleep| pass(&theirs, ready, sleep))).unwrap();
         until(|| driving.in_background.load(Ordering::Relaxed));
-        // The background thread may be between two passes; then this thread drives at once, and sleeps until the kick.
+        // The background thread may be between two passes; then this thread drives immediately, and sleeps until the
+        // kick.
         let theirs = Arc::clone(&driving);
         let kicks = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(100));
@@ -399,7 +400,7 @@ mod tests {
             theirs.wait(own, || is_over.load(Ordering::Relaxed), LONG)
         });
         until(|| drives.load(Ordering::Relaxed));
-        // A pass of this thread, between two of the other, would not be a failure.
+        // It is no failure if this thread makes a pass between two passes of the other.
         let begin = Instant::now();
         let polled = driving.poll(|ready, _| pass(&driving, ready, Duration::ZERO), LONG);
         assert!(polled != Polled::Advanced && begin.elapsed() < LONG);

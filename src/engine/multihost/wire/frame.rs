@@ -15,7 +15,7 @@ pub enum Kind {
     Mail = 4,
     /// The sender has posted a receive for the body `number` of `bytes` bytes. No data follows.
     Want = 5,
-    /// The body `number`, in answer to a Want.
+    /// The body `number`, in answer to a Want or ahead of it.
     Body = 6,
     /// The sender has left the channel.
     Cut = 7,
@@ -36,7 +36,7 @@ impl Frame {
         Frame { kind, tag: 0, channel, number: 0, bytes: bytes as u64 }
     }
 
-    /// Bytes of data that follow the header.
+    /// Returns how many bytes of data follow the header.
     pub fn data(&self) -> usize {
         match self.kind {
             Kind::Message | Kind::Mail | Kind::Body => self.bytes as usize,

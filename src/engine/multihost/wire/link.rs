@@ -40,7 +40,7 @@ impl WireLink {
         &self.seat.wire
     }
 
-    /// A transfer of a lane. `is_send`: the wire must be driven for it even while no thread waits.
+    /// Makes a transfer of a lane. If `is_send`, the wire must be driven for the transfer even while no thread waits.
     fn waiting(&self, slot: &Arc<Slot>, memory: Memory, bytes: usize, is_send: bool) -> Waiting {
         let counted = is_send.then(|| Counted::new(self.wire().driving()));
         Waiting { memory, bytes, end: End::Slot(Arc::clone(slot)), counted }
@@ -50,7 +50,7 @@ impl WireLink {
         Box::new(Lane::new(&self.seat, peer, slot, borrows))
     }
 
-    /// A body of a program, whose end is reported to `done`.
+    /// Makes a body of a program. Its end is reported to `done`.
     fn body(&self, pieces: Vec<Span>, done: Done) -> Waiting {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let counted = Some(Counted::new(self.wire().driving()));
@@ -138,7 +138,7 @@ impl Link for WireLink {
     }
 
     fn await_delivery(&self, until: Instant) -> bool {
-        /// No event of epoll reports that the peer's system has acknowledged data.
+        /// Interval of the checks: no event of epoll reports that the peer's system has acknowledged data.
         const LOOK: Duration = Duration::from_millis(2);
         if self.wire().is_inherited() {
             return true;

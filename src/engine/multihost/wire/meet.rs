@@ -8,10 +8,10 @@
 //! not have, and nothing is sent to a rank that does not know the channel.
 //!
 //! If both processes want several TCP connections, the connecting process opens as many as the shorter of their two
-//! lists has addresses. Each leads from an address in its list to the address at the same place in the other's list.
-//! With the first one, the connection between the two processes exists, under a number that the connecting process
-//! chooses. The others name this number and are added to the connection when they arrive (`several`). If one cannot be
-//! opened, it is left out with a warning.
+//! lists has addresses. Each TCP connection leads from an address in the connecting process's list to the address at
+//! the same place in the other list. The first one creates the connection between the two processes, under a number
+//! that the connecting process chooses. The later ones name this number and are added to the connection when they
+//! arrive (`several`). A TCP connection that cannot be opened is left out with a warning.
 //!
 //! Other threads may create or end other groups of the process at the same time. While a group is being created
 //! (`Joining`), the end of another group closes neither the listening sockets nor what has come through them. If the
@@ -82,7 +82,8 @@ pub(super) struct Calling<'a> {
 }
 
 impl<'a> Calling<'a> {
-    /// The ranks without a connection to which this process is to connect and to which no thread is connecting.
+    /// Selects the ranks that have no connection and to which this process must connect, except those to which a thread
+    /// is already connecting.
     fn new(wire: &'a Wire, channel: &Channel) -> Calling<'a> {
         // A thread that has connected passes the connection to all channels before it removes the process from
         // `called`. So `missing`, which is called under the lock of `called`, knows the connection.
@@ -120,7 +121,8 @@ pub(super) struct Other {
     link: String,
 }
 
-/// The key in the store under which a rank says where it listens. No rank reads it after all have joined the group.
+/// Returns the key in the store under which a rank says where it listens. No rank reads it after all have joined the
+/// group.
 pub fn key(id: &[u8; 16], rank: usize) -> String {
     format!("wire/{:032x}/{rank}", u128::from_be_bytes(*id))
 }
@@ -188,7 +190,7 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     }
 }
 
-/// Refuses a rank whose frames are carried by something else.
+/// Fails if the other rank's frames are carried by something else than this rank's (TCP or UCX).
 fn agree(wire: &Wire, place: &Place, rank: usize, other: &Other) -> Result<()> {
     let own = wire.link_name();
     if other.link == own {
@@ -234,7 +236,7 @@ impl Other {
     }
 }
 
-/// The address of another host, with the interface of `own` if it is link-local.
+/// Returns the address of another host, with the interface of `own` if it is link-local.
 fn reachable(address: SocketAddr, own: &str) -> SocketAddr {
     match address {
         SocketAddr::V6(far) if far.ip().segments()[0] & 0xffc0 == 0xfe80 => {
@@ -259,8 +261,8 @@ fn listen_at(wire: &Wire, paths: &[String]) -> Result<String> {
     Ok(line)
 }
 
-/// The ranks to which this process must connect, if no thread is already connecting to them (`called`). Each with its
-/// process.
+/// Returns the ranks to which this process must connect, each with its process, except those to which a thread is
+/// already connecting (`called`).
 fn to_call(wire: &Wire, called: &HashSet<ProcessId>, channel: &Channel) -> Vec<(usize, ProcessId)> {
     let missing = channel.missing().into_iter();
     let ours = missing.filter(|(_, process, connected)| !connected && wire.id < *process);

@@ -36,7 +36,7 @@ impl Memory {
         }
     }
 
-    /// All pieces of the first `bytes` bytes. Borrowed memory has just this size.
+    /// Returns all pieces of the first `bytes` bytes. Borrowed memory has just this size.
     pub fn all(&self, bytes: usize) -> Vec<Span> {
         match self {
             Memory::Owned(buffer) => vec![Span { addr: buffer.as_ptr() as usize, bytes }],

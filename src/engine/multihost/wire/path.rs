@@ -33,7 +33,7 @@ pub trait Path {
     /// # Safety
     /// The pieces must be readable.
     unsafe fn send(&self, pieces: &[Span]) -> io::Result<usize>;
-    /// Bytes that the system has accepted and the peer's system has not acknowledged.
+    /// Returns how many bytes this system has accepted and the peer's system has not acknowledged.
     fn backlog(&self) -> usize;
     fn progress(&self) -> Progress;
 }

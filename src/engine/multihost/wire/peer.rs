@@ -1,7 +1,8 @@
 //! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
 //! the short messages. A receiver asks for each body with a Want. A lane's body of at most `AHEAD` bytes is sent before
-//! its Want has come, so that it takes one latency instead of two, while such bodies have at most `WINDOW` bytes; other
-//! bodies wait for their Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for it.
+//! its Want has come, so that it takes one latency instead of two. Such bodies may have at most `WINDOW` bytes in
+//! total; all other bodies wait for their Want. So a rank that runs ahead of its peer can fill that window, but nothing
+//! waits for room in the window.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -18,8 +19,8 @@ use super::transfer::End;
 pub const SHORT: usize = 16 << 10;
 /// Longest body of a lane that is sent before the receiver has asked for it.
 pub const AHEAD: usize = 256 << 10;
-/// At most this many bytes of short messages, headers included, may be in flight to one peer, and as many of bodies for
-/// which the peer has not asked yet.
+/// At most this many bytes of short messages, headers included, may be in flight to one peer, and at most as many bytes
+/// of bodies for which the peer has not asked yet.
 const WINDOW: usize = 1 << 20;
 
 /// A posted receive, or a send that is not sent yet.
@@ -117,7 +118,7 @@ impl Peer {
         self.connection.clone()
     }
 
-    /// The connection of a peer of a group that is in use.
+    /// Returns the peer's connection. The group must be in use.
     pub fn connected(&self) -> &Arc<Connection> {
         self.connection.as_ref().expect("all ranks are connected before a group is used")
     }
@@ -233,8 +234,8 @@ impl Peer {
         pop(&mut self.wants, number, false)
     }
 
-    /// The peer asks for a body of `bytes` bytes. Returns the send if it waits for this. If the body was sent ahead, that
-    /// is only recorded; if the send has not begun, the request is remembered.
+    /// Handles the peer's request for a body of `bytes` bytes. Returns the send if it waits for this request. If the
+    /// body was sent ahead, only counts the request. If the send was not offered yet, remembers the request.
     pub fn asks(&mut self, number: u64, bytes: u64) -> Option<Waiting> {
         if let Some(count) = self.sent_ahead.get_mut(&number) {
             *count -= 1;
@@ -251,8 +252,8 @@ impl Peer {
         send
     }
 
-    /// Adds the send of a body. Returns the send if it may begin now, with the size that the peer has asked for, or with
-    /// its own size if the peer has not asked and it is sent ahead. Otherwise it waits for `asks`.
+    /// Adds the send of a body. If the send may begin now, returns it with the size that the peer has asked for, or
+    /// with its own size if it is sent ahead of the peer's request. Otherwise the send waits for `asks`.
     pub fn offer(&mut self, number: u64, send: Waiting, may_go_ahead: bool) -> Option<(u64, Waiting)> {
         if let Some(bytes) = pop(&mut self.wanted, number, false) {
             return Some((bytes, send));

@@ -50,8 +50,7 @@ pub struct Wire {
     /// Whether a connection may consist of several TCP connections. Written under the lock of `connections`; the driver
     /// reads it in each pass (relaxed: a pass that misses it ends after `NAP`).
     of_several: AtomicBool,
-    /// Time (`clock::stamp`) at which the paths of such connections were last checked. Only the driver uses it
-    /// (relaxed).
+    /// Time (`clock::stamp`) at which paths were last checked. Only the driver uses it (relaxed).
     looked: AtomicU64,
     this: Weak<Wire>,
 }
@@ -115,12 +114,12 @@ impl Wire {
         self.generation != watch::generation()
     }
 
-    /// The groups' channels.
+    /// Returns the groups' channels.
     pub fn channels(&self) -> &Channels {
         &self.channels
     }
 
-    /// What carries the frames, as users name it (`SAGELLM_LINK`).
+    /// Returns what carries the frames, as users name it (`SAGELLM_LINK`).
     pub fn link_name(&self) -> &'static str {
         if self.carrier.is_some() { "ucx" } else { "tcp" }
     }
@@ -130,12 +129,12 @@ impl Wire {
         self.carrier.is_none()
     }
 
-    /// Which thread drives.
+    /// Returns the state that decides which thread drives.
     pub fn driving(&self) -> &Arc<Driving> {
         &self.driving
     }
 
-    /// The listening sockets.
+    /// Returns the listening sockets.
     pub fn doors(&self) -> &Doors {
         &self.doors
     }
@@ -153,7 +152,7 @@ impl Wire {
         self.this.upgrade().expect("a wire that is used is alive")
     }
 
-    /// How many connections groups use.
+    /// Returns how many connections groups use.
     #[cfg(feature = "testing")]
     pub fn open_connections(&self) -> usize {
         locked(&self.connections).len()
@@ -337,7 +336,7 @@ impl Wire {
         connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll().add(fd, token))
     }
 
-    /// Adds a path to a connection of several.
+    /// Adds a path to a connection that consists of several.
     pub fn add_path(&self, connection: &Arc<Connection>, number: usize, socket: &Arc<Socket>) -> io::Result<()> {
         let connections = locked(&self.connections);
         let lives = connections.get(&connection.peer).is_some_and(|known| known.token == connection.token);
@@ -425,8 +424,9 @@ impl Wire {
     }
 
     /// Ends connections that are no longer used. First the queued frames are sent, then the sending side is shut down.
-    /// The connection is closed when the peer has shut down its side too, or after `LINGER`: if a socket that has
-    /// unread data were closed, the connection would be reset, and data that the peer has not read yet would be lost.
+    /// The connection is closed when the peer has shut down its side too, or after `LINGER`. If a socket that has
+    /// unread data were closed earlier, the connection would be reset, and data that the peer has not read yet would be
+    /// lost.
     fn linger(&self) {
         let mut closing = locked(&self.closing);
         closing.retain_mut(|one| {

@@ -64,7 +64,7 @@ impl Incoming {
         Ok(Some(Incoming { frame, target, got: 0, receiver }))
     }
 
-    /// Number of bytes of the data that are missing.
+    /// Returns how many bytes of the data are missing.
     pub fn missing(&self) -> usize {
         self.frame.data() - self.got
     }
@@ -79,7 +79,7 @@ impl Incoming {
         here
     }
 
-    /// All data has arrived.
+    /// Called when all data has arrived.
     #[inline]
     pub fn end(self, from: Origin, events: &mut Events) {
         let Incoming { frame, target, receiver, .. } = self;
@@ -88,14 +88,14 @@ impl Incoming {
         }
     }
 
-    /// If the frame is of this channel, its transfer fails and the rest of the data is discarded.
+    /// If the frame is of this channel, fails its transfer and discards the rest of the data.
     pub fn forget(&mut self, channel: u64, why: &str, events: &mut Events) {
         if self.frame.channel == channel {
             std::mem::replace(&mut self.target, Target::Discard).fail(why, events);
         }
     }
 
-    /// If `is_it` selects the frame's transfer, the rest of the data is discarded.
+    /// If `is_it` selects the frame's transfer, discards the rest of the data.
     pub fn give_up(&mut self, is_it: impl Fn(&End) -> bool) {
         if self.is_of(is_it) {
             self.target = Target::Discard;

@@ -21,7 +21,8 @@ pub struct Segment {
     pub ack: u64,
     /// The numbers of the paths that the sender suspects, one bit each.
     pub suspected: u16,
-    /// How often the sender has changed `suspected`, because segments of different paths overtake each other.
+    /// How often the sender has changed `suspected`. Tells which value is newer, because segments of different paths
+    /// overtake each other.
     pub changes: u64,
 }
 

@@ -31,7 +31,7 @@ const SHORT: usize = 8 << 10;
 /// As in `single`.
 const TURN: usize = 256 << 10;
 /// A path whose end was seen is reported after this time, unless the whole connection has ended meanwhile: the paths of
-/// a process that leaves do not all end at once.
+/// a process that leaves do not all end at the same time.
 const REPORT: Duration = Duration::from_millis(50);
 
 /// The reason that is given for the end of a path if the peer has closed it.
@@ -46,7 +46,7 @@ struct Arriving {
     buffer: Box<[u8]>,
     from: usize,
     to: usize,
-    /// Where the next byte of the segment belongs in the stream, and how many are missing.
+    /// Where the next byte of the segment belongs in the stream, and how many bytes of the segment are missing.
     at: u64,
     left: usize,
 }

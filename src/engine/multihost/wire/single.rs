@@ -1,9 +1,9 @@
 //! A connection that is one TCP connection. Reads and writes never block.
 //!
 //! Frames are written in the order in which they were pushed. A thread that pushes a frame writes it itself if the
-//! queue is empty. If the system does not accept everything at once, the thread that drives the wire writes the rest.
-//! Only the driving thread reads. Data of a body is read directly into the body's memory; headers and short data pass
-//! through a buffer.
+//! queue is empty. If the system does not accept everything immediately, the thread that drives the wire writes the
+//! rest. Only the driving thread reads. Data of a body is read directly into the body's memory; headers and short data
+//! pass through a buffer.
 
 #![allow(unsafe_code)] // the callers of transfers vouch for the memory
 
@@ -34,8 +34,8 @@ const SHORT: usize = 16 << 10;
 const TURN: usize = 256 << 10;
 
 /// The system accepts no more than about this many bytes that it has not sent. Otherwise it usually accepts up to 4
-/// MiB, and its copies have often left the processor's cache before it sends them (docs/internals/benchmarks.md). Bytes that are on
-/// their way do not count, so the limit does not slow down a long link.
+/// MiB, and the copies have often left the processor's cache before it sends them (docs/internals/benchmarks.md). Bytes
+/// that are on their way do not count, so the limit does not slow down a long link.
 const UNSENT: usize = 1 << 20;
 
 pub struct Single {
@@ -124,7 +124,8 @@ impl Single {
         }
     }
 
-    /// Makes one system call. None if the queue is empty; otherwise whether the system accepted less than everything.
+    /// Makes one system call. Returns None if the queue is empty, otherwise whether the system accepted less than
+    /// everything.
     fn write_some(&self, out: &mut Out) -> Option<std::io::Result<bool>> {
         let mut pieces = Pieces::default();
         for one in &out.queue {

@@ -1,4 +1,4 @@
-//! System calls for connections that std does not provide.
+//! System calls that connections need and that std does not provide.
 
 #![allow(unsafe_code)] // the callers vouch for the memory
 
@@ -182,7 +182,7 @@ pub fn limit_unsent(fd: RawFd, bytes: usize) {
     }
 }
 
-/// Bytes that the system has accepted and the peer's system has not acknowledged.
+/// Returns how many bytes this system has accepted and the peer's system has not acknowledged.
 pub fn backlog(fd: RawFd) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the value is valid for the call.
@@ -225,7 +225,7 @@ pub fn sent(fd: RawFd) -> Sent {
     }
 }
 
-/// The two addresses of a connection, for the log.
+/// Returns the two addresses of a connection, for the log.
 pub fn ends(fd: &OwnedFd) -> String {
     let stream = fd.try_clone().map(std::net::TcpStream::from);
     let shown = |address: io::Result<SocketAddr>| address.map_or("?".to_string(), |address| address.to_string());
@@ -315,7 +315,7 @@ pub fn wait(asked: &[(RawFd, i16)], timeout: Duration) -> Vec<bool> {
     list.iter().map(|one| one.revents != 0).collect()
 }
 
-/// The index of a network interface.
+/// Returns the index of a network interface.
 pub fn interface(name: &str) -> Option<u32> {
     let name = std::ffi::CString::new(name).ok()?;
     // SAFETY: the name ends with a zero.

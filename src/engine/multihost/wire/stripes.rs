@@ -8,13 +8,13 @@
 //!
 //! A path is suspected if the peer's system has acknowledged nothing on it for a while although bytes are in flight
 //! (`trust`). It gets no more segments, but stays open, because the network may drop packets without being dead. After
-//! the path has delivered what it had, it is used again, and it has twice as much time before it is suspected again;
-//! otherwise, if the network drops packets, everything would be sent again and again. If all paths are suspected, each
-//! keeps its segments.
+//! the path has delivered what it had, it is used again, and it has twice as much time before it is suspected again. If
+//! that time stayed the same, a network that drops packets would make this side send everything again and again. If all
+//! paths are suspected, each keeps its segments.
 //!
 //! Each segment tells the peer which paths its sender suspects. The peer sends nothing new on these, and suspects them
-//! itself as soon as its own bytes do not advance there. Otherwise the two sides of a dead path would notice it one
-//! after the other, and an operation of several steps would be delayed twice.
+//! itself as soon as its own bytes do not advance there. Otherwise the two sides would notice a dead path one after the
+//! other, and an operation of several steps would be delayed twice.
 
 #![allow(unsafe_code)] // calls `Path::send`, for whose pieces this file vouches
 
@@ -108,7 +108,7 @@ pub struct Stripes<P> {
     told: (u16, u64),
     /// The paths that the peer suspects, one bit each.
     peer_suspects: u16,
-    /// When the last path ended, if no other has advanced since.
+    /// When a path last ended, if no other path has advanced since.
     doubted: Option<Instant>,
     looked: Instant,
 }
@@ -140,7 +140,7 @@ impl<P: Path> Stripes<P> {
         self.pump();
     }
 
-    /// The paths that are open, each with its number and whether the system accepts no more for now.
+    /// Returns the paths that are open, each with its number and whether the system accepts no more for now.
     pub fn paths(&self) -> impl Iterator<Item = (usize, &P, bool)> {
         let lanes = self.lanes.iter().enumerate();
         lanes.filter_map(|(number, lane)| lane.as_ref().map(|lane| (number, &lane.path, lane.blocked)))
@@ -168,7 +168,7 @@ impl<P: Path> Stripes<P> {
         }
     }
 
-    /// The offset to acknowledge, for the thread that reads.
+    /// Returns the offset to acknowledge. The thread that reads writes it.
     pub fn ack(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.ack)
     }
@@ -189,8 +189,8 @@ impl<P: Path> Stripes<P> {
             return Ok(());
         }
         for number in 0..self.lanes.len() {
-            // A segment that was sent on two paths may arrive on one while the other has sent only a part of it. Its
-            // frames end below, so the other path continues from a copy.
+            // A segment that was sent on two paths may arrive on one path while the other has sent only a part of it.
+            // Its frames end below, so the other path continues from a copy.
             let begun = self.lanes[number].as_ref().and_then(|lane| lane.writing.as_ref());
             let done = |writing: &Writing| writing.range.start + writing.sent.saturating_sub(HEAD) as u64;
             if begun.is_some_and(|writing| done(writing) < offset) {
@@ -248,7 +248,7 @@ impl<P: Path> Stripes<P> {
         at
     }
 
-    /// The next range to send.
+    /// Returns the next range to send.
     fn upcoming(&mut self) -> Option<Range<u64>> {
         while let Some(first) = self.again.front_mut() {
             first.start = first.start.max(self.acked);
@@ -261,9 +261,9 @@ impl<P: Path> Stripes<P> {
         (self.next < end).then_some(self.next..end)
     }
 
-    /// The path on which the next segment is sent.
+    /// Returns the path on which the next segment is sent.
     fn best(&self) -> Option<usize> {
-        // One that both sides trust; if there is none, one that this side trusts; else any.
+        // Prefers a path that both sides trust, then one that this side trusts, then any.
         let doubt = |number: usize, lane: &Lane<P>| match (lane.trust.is_suspect(), self.peer_suspects & 1 << number) {
             (true, _) => 2,
             (false, 1..) => 1,
@@ -383,7 +383,7 @@ impl<P: Path> Stripes<P> {
         writing.copy = Some((done, rest));
     }
 
-    /// Adds everything that was sent on this path and not acknowledged to `again`, so that it is sent again.
+    /// Adds to `again` everything that was sent on this path and was not acknowledged.
     fn take_back(&mut self, number: usize) {
         let Some(lane) = &mut self.lanes[number] else { return };
         let back = std::mem::take(&mut lane.in_flight);
@@ -404,7 +404,7 @@ impl<P: Path> Stripes<P> {
         self.lanes.iter().any(Option::is_some)
     }
 
-    /// The numbers of the paths that are suspected, one bit each.
+    /// Returns the numbers of the paths that are suspected, one bit each.
     fn suspected(&self) -> u16 {
         let lanes = self.lanes.iter().enumerate();
         let suspected = lanes.filter(|(_, lane)| lane.as_ref().is_some_and(|lane| lane.trust.is_suspect()));
@@ -422,7 +422,7 @@ impl<P: Path> Stripes<P> {
     }
 
     /// Checks which paths advance. If a path does not, its bytes are queued to be sent again on paths that do. Returns
-    /// what has changed; if a path is suspected several times, it is returned only the first time.
+    /// what has changed, but of repeated suspicions of a path only the first.
     pub fn look(&mut self, now: Instant) -> Vec<Change> {
         let paused = now.duration_since(self.looked) > PAUSE;
         self.looked = now;
@@ -469,8 +469,8 @@ impl<P: Path> Stripes<P> {
         one.start < next
     }
 
-    /// Among the frames that `is_it` selects, removes and returns those that are not begun and that `keeps` does not
-    /// select. The other selected frames continue from copies of their data; `begun` is called for each of these.
+    /// Removes and returns the frames that `is_it` selects, except those that are begun or that `keeps` selects. These
+    /// exceptions continue from copies of their data, and `begun` is called for each of them.
     pub fn remove(
         &mut self,
         is_it: impl Fn(&Outgoing) -> bool,

@@ -100,7 +100,7 @@ impl Target {
         }
     }
 
-    /// All pieces of the first `bytes` bytes. None if the data is discarded.
+    /// Returns all pieces of the first `bytes` bytes. Empty if the data is discarded.
     pub fn all(&mut self, bytes: usize) -> Vec<Span> {
         match self {
             Target::Discard => Vec::new(),

@@ -7,7 +7,7 @@ use super::path::Progress;
 /// If a path owes acknowledgements for longer than this, other paths take over. The kernel sends again after 200 ms at
 /// the earliest.
 const STALL: Duration = Duration::from_millis(95);
-/// If the peer suspects the path too, this part of the usual time is enough.
+/// If the peer suspects the path too, the usual time is divided by this.
 const CONFIRMED: u32 = 6;
 /// `PATIENT`: the largest `patience` of a path that was suspected wrongly. `FORGIVEN`: after this long without a new
 /// suspicion, the path has the patience `STALL` again.
@@ -18,8 +18,8 @@ const ADVANCE: u64 = 256 << 10;
 
 pub struct Trust {
     suspect: bool,
-    /// The last progress that was seen, and since when the path has owed acknowledgements without progress, by the checks
-    /// that saw it.
+    /// `acked`, `owes`: the progress at the last check. `since`: the first check at which the path owed
+    /// acknowledgements and after which it made no progress.
     acked: u64,
     owes: bool,
     since: Instant,
@@ -32,10 +32,11 @@ pub struct Trust {
     forgiven: Instant,
 }
 
-/// Whether a path is suspected has changed.
+/// A path has become suspected, or is no longer suspected.
 pub struct Turned {
     pub suspect: bool,
-    /// Whether the change is logged. If a path is suspected again and again, only the first time is.
+    /// Whether the change is logged. If a path is suspected again and again, only the first suspicion and its end are
+    /// logged.
     pub first: bool,
 }
 

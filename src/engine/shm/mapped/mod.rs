@@ -3,8 +3,8 @@
 //! Idea: the tensors are in the arenas of their processes (`memory/arena.rs`), which every rank has mapped. In
 //! all_reduce, each rank combines its slice of all inputs and writes the result into all outputs. In a broadcast, each
 //! rank copies its slice of the root's input into all outputs. In scatter and gather, the root does its share of the
-//! copies, too. In the other kinds that only move data, each rank copies what it needs from its peers' inputs. Then it
-//! publishes that its part is done. The operation ends when all parts are done.
+//! copies, too. In the other kinds that only move data, each rank copies what it needs from its peers' inputs. Then
+//! each rank publishes that its part is done. The operation ends when all parts are done.
 //!
 //! | kind | bytes read and written per rank | order of summation |
 //! | --- | --- | --- |
@@ -15,8 +15,8 @@
 //! | broadcast | N/P read, N (P-1)/P written | - |
 //! | scatter, gather | (P-1)/P of a block, read and written once; the root also its own block | - |
 //!
-//! Steps: two exchanges (the headers, the ends of the parts). Source: the single-copy collectives of XPMEM-based MPI
-//! libraries (Open MPI's coll/xhc), here over memory that needs no kernel module.
+//! Steps: two exchanges (the headers, then the notices that the parts are done). Source: the single-copy collectives of
+//! XPMEM-based MPI libraries (Open MPI's coll/xhc), here over memory that needs no kernel module.
 //!
 //! **Choice.** Every rank's header says whether it offers its tensors (`offer.rs`). The operation is mapped if all
 //! ranks do, else its data is staged (`bulk.rs`).
@@ -26,8 +26,8 @@
 //! - *Late writes*: outputs are made private before the program receives the error (`Mapped::withdraw`).
 //! - *Late reads*: after reading, a rank checks whether the group has failed or a rank has left. If so, it does not
 //!   publish that its part is done. The failing rank has stored its fault or departure before its program continues
-//!   (`Shm::take_pending` ensures that), so a rank that has read changed data finds one of them. No rank's operation
-//!   ends before all parts are done.
+//!   (`Shm::take_pending` ensures that), so a rank that has read changed data finds the fault or the departure. No
+//!   rank's operation ends before all parts are done.
 
 #![allow(unsafe_code)] // reads and writes the tensors of peers
 
@@ -180,7 +180,8 @@ pub fn withdraw(lease: &Lease) {
     }
 }
 
-/// What this rank has to do, if every rank offers its tensors. All ranks have published the operation.
+/// Returns what this rank has to do, or None if a rank does not offer its tensors. All ranks must have published the
+/// operation.
 fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
     let request = &op.request;
     let theirs = match arenas.theirs(area, op) {
@@ -212,12 +213,12 @@ fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
     Ok(Some(Work { part, theirs, factors }))
 }
 
-/// `at..at + bytes` in ranges that stay in the nearest cache: start and length.
+/// Cuts `at..at + bytes` into ranges that stay in the nearest cache. Yields the start and length of each.
 fn in_cache(at: usize, bytes: usize) -> impl Iterator<Item = (usize, usize)> {
     (at..at + bytes).step_by(FOLD_BYTES).map(move |next| (next, FOLD_BYTES.min(at + bytes - next)))
 }
 
-/// The error if a rank offers memory that is not in its arena.
+/// Returns the error if the memory that `rank` offers is not in its arena or is too short.
 pub fn impossible(op: &Op, rank: usize) -> Error {
     let head = format!("rank {rank} offers memory for {} that does not lie in its file or is too short", op.what());
     Error::bug(laid_out(&head, &[], "Please report this"))
@@ -247,8 +248,8 @@ impl Work {
                         let (skip, length) = (from - start, to - from);
                         let source = Pieces(&self.theirs[piece.source].inputs);
                         let outputs = Pieces(&self.theirs[piece.target].outputs);
-                        // SAFETY: the caller vouches for it. This rank's own input may be the same bytes as its output,
-                        // which are not copied then.
+                        // SAFETY: the caller vouches for it. If this rank's own input and output are the same bytes,
+                        // nothing is copied.
                         unsafe { transfer(source, piece.from + skip, outputs, piece.to + skip, length) };
                     }
                     start += piece.bytes;

@@ -3,7 +3,7 @@
 //! A rank *offers* its tensors when it publishes the operation. The word behind the header is 0 if there is no offer;
 //! otherwise it has the numbers of input and output pieces, and each piece's offset and length in the rank's arena
 //! follow. An operation is mapped if every rank offers. All ranks see the same words, so all decide alike. A rank whose
-//! tensors are not in its arena offers nothing, and knows at once that the operation is staged.
+//! tensors are not in its arena offers nothing, and knows immediately that the operation is staged.
 
 use std::sync::Arc;
 
@@ -78,7 +78,8 @@ impl Arenas {
         Arenas { pids, reached: vec![None; ranks], refused: vec![None; ranks], group, crowded }
     }
 
-    /// The mapping of `rank`'s arena. It is made after `rank` has published its arena's identity.
+    /// Returns the mapping of `rank`'s arena. The first call after `rank` has published its arena's identity makes the
+    /// mapping.
     fn reach(&mut self, area: &Area, rank: usize) -> Option<&Arc<Reach>> {
         if self.reached[rank].is_none() {
             let identity = area.arena(rank)?;
@@ -98,8 +99,8 @@ impl Arenas {
         self.reached[rank].as_ref()
     }
 
-    /// What this rank can offer for `op`, whose inputs have been prepared. None if operations of this kind and size are
-    /// not mapped, or if this rank cannot offer all of its tensors or cannot map the arenas of all peers.
+    /// Returns what this rank can offer for `op`, whose inputs have been prepared. None if operations of this kind and
+    /// size are not mapped, or if this rank cannot offer all of its tensors or cannot map the arenas of all peers.
     pub fn offer(&mut self, area: &Area, op: &Op) -> Option<Offer> {
         let request = &op.request;
         let (kind, me, root) = (request.kind, area.me, request.root as usize);
@@ -134,8 +135,8 @@ impl Arenas {
         self.reached[rank].as_ref()?.at(offset, bytes)
     }
 
-    /// Whether the receiver of this send may read the tensor in place, as far as this rank knows. If so, also publishes
-    /// the identity of this rank's arena, so that the receiver can map it.
+    /// Whether, as far as this rank knows, the receiver of this send can read the tensor in place. If so, also
+    /// publishes the identity of this rank's arena, so that the receiver can map it.
     pub fn announce(&self, area: &Area, send: &Op) -> bool {
         let [span] = send.sent() else { return false };
         let found = span.bytes >= MESSAGE_FROM && arena::reaches(span.addr as *const u8);

@@ -46,11 +46,12 @@ pub enum Part {
 
 /// Operations of at least this size are mapped if possible.
 const FROM: usize = 16 << 10;
-/// The same for a broadcast, and for a rank's block in a scatter or gather. Smaller ones are staged: then a rank that
-/// only sends may return as soon as its data is staged, before the other ranks have called.
+/// A broadcast of at least this size, and a scatter or gather whose blocks have at least this size, are mapped if
+/// possible. Smaller ones are staged, so that a rank that only sends can return as soon as its data is staged, before
+/// the other ranks have called.
 const ROOTED_FROM: usize = 1 << 20;
-/// The same for a broadcast or gather if the host has fewer cores than ranks. A mapped operation ends only when all
-/// ranks have done their parts, which takes longer if ranks share a core (docs/internals/benchmarks.md).
+/// Replaces `ROOTED_FROM` for a broadcast or gather if the host has fewer cores than ranks. A mapped operation ends
+/// only when all ranks have done their parts, which takes longer if ranks share a core (docs/internals/benchmarks.md).
 const CROWDED_FROM: usize = 2 << 20;
 
 /// Whether an operation of this kind, with so many bytes of inputs and outputs on one rank, is mapped if possible.
@@ -167,7 +168,7 @@ impl Part {
 }
 
 /// The pieces that rank `me` copies in a scatter or gather. A rank other than the root copies its own block, except the
-/// last `1 / ranks` of it. The root copies these last parts, which are about as many bytes as each other rank copies,
+/// last `1 / ranks` of it. The root copies these last parts, together about as many bytes as each other rank copies,
 /// and also its own block.
 fn between_root_and_all(shape: &Shape) -> Vec<Piece> {
     let &Shape { kind, me, ranks, root, total_in, total_out, .. } = shape;
@@ -185,7 +186,8 @@ fn between_root_and_all(shape: &Shape) -> Vec<Piece> {
     std::iter::once(piece(root, 0, block)).chain(others.map(|rank| piece(rank, own, block - own))).collect()
 }
 
-/// All ranks, starting with the one after `me` so that not all read from the same rank at once. `me` is last.
+/// Returns all ranks, beginning with the one after `me`, so that they do not all read from the same rank at the same
+/// time. `me` is last.
 fn others_first(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
     (1..=ranks).map(move |step| (me + step) % ranks)
 }

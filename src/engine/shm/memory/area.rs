@@ -28,13 +28,13 @@ const RESULT_READY: usize = 3;
 const RESULT_DRAINED: usize = 4;
 const DOOR: usize = 5;
 /// A rank sets its own word when it leaves. Peers read the word after a long wait, and after they have read a tensor of
-/// that rank in place. The same pair of lines has the rank's core and its last device launch.
+/// that rank in place. The same pair of cache lines has the rank's core and its last device launch.
 const LIFE: usize = 6;
 const MONITOR: usize = 7;
 /// One bit for each rank that has sent to this rank. Senders set bits, this rank clears them; see `protocol::post`.
 const MAIL: usize = 8;
-/// Number of questions to this rank (`Inquiry`). The second half of its pair of lines has the identity of the rank's
-/// arena.
+/// Number of questions to this rank (`Inquiry`). This word begins a pair of cache lines, whose second half has the
+/// identity of the rank's arena.
 const QUESTION: usize = 9;
 /// The signatures of this rank's last device launches, by number.
 const LAUNCHES: usize = 10;
@@ -47,7 +47,7 @@ const MOST_SIZED: usize = (PAIR_OF_LINES - 80) / 4;
 const ABORT: usize = 0;
 const SLEEPERS: usize = 1;
 /// Number of ranks that left. A leaving rank increments it after it has set its own word. A driver that has nothing to
-/// move reads it (relaxed: the driver then reads the ranks' own words, and checks again later).
+/// move reads this number (relaxed: the driver then reads the ranks' own words, and checks again later).
 const LEAVERS: usize = 2;
 
 pub struct Area {
@@ -122,8 +122,8 @@ impl Area {
         })
     }
 
-    /// Futex word of `rank`, which counts its wake-ups. A waking thread increments it (release); a thread of `rank`
-    /// reads it before it sleeps (acquire).
+    /// Futex word of `rank`, which counts its wake-ups. A thread that wakes `rank` increments it (release); a thread of
+    /// `rank` reads it before it sleeps (acquire).
     pub fn futex_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR))
     }
@@ -152,9 +152,9 @@ impl Area {
         }
     }
 
-    // An offer (`mapped/offer.rs`) begins in the header line and continues behind it. The header line has room for it,
-    // because an operation that makes an offer has no payload there. Offers are written before the tag (relaxed) and
-    // read after the tag was acquired.
+    // An offer (`mapped/offer.rs`) begins in the header line and continues behind it. The header line has room for the
+    // offer's first word, because an operation that makes an offer has no payload there. Offers are written before the
+    // tag (relaxed) and read after the tag was acquired.
 
     /// Stores the offer's first word, and clears the word for `Moved`.
     pub fn set_offer(&self, n: u64, word: u64) {
@@ -193,7 +193,8 @@ impl Area {
         (bytes != 0).then_some(Identity { descriptor, inode, bytes })
     }
 
-    /// Address of a slot's payload of `bytes` bytes: in the header line if it fits there, otherwise behind it.
+    /// Returns the address of a slot's payload of `bytes` bytes. A payload that fits into the header line is there, a
+    /// longer one behind that line.
     pub fn payload(&self, rank: usize, n: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
         let at = self.layout.slot(rank, n);
@@ -288,7 +289,7 @@ impl Area {
         // published. If the latter is not published yet, the values read above were not overwritten.
         (self.launched(rank).0 < number + LAUNCHES_KEPT - 1).then_some(signed)
     }
-    /// The two words of a launch. The smaller one is in the second half of the pair of lines of `LIFE`.
+    /// The two words of a launch. The 32-bit word is in the second half of the pair of cache lines that `LIFE` begins.
     fn launch_words(&self, rank: usize, number: u64) -> (&AtomicU64, &AtomicU32) {
         let at = (number % LAUNCHES_KEPT) as usize;
         let lists = self.layout.control_word(rank, LIFE) + 64 + at * 4;
@@ -296,10 +297,10 @@ impl Area {
     }
 
     /// Publishes the sizes of this rank's last all_to_all on a device, for the error of a mismatch. Only groups of up
-    /// to `MOST_SIZED` ranks have room for them: behind the outcomes of monitored barriers, and behind the number of
-    /// questions. If a size does not fit into 32 bits, the largest number is stored instead, which readers ignore. This
-    /// is a seqlock: the number is 0 while the sizes change, and a reader accepts sizes only if it read the same number
-    /// before and after. Called by one thread of the rank at a time.
+    /// to `MOST_SIZED` ranks have room for them: the sizes sent are behind the outcomes of monitored barriers, the
+    /// sizes received behind the number of questions. If a size does not fit into 32 bits, the largest 32-bit number is
+    /// stored instead, which readers ignore. This is a seqlock: the number is 0 while the sizes change, and a reader
+    /// accepts sizes only if it read the same number before and after. Called by one thread of the rank at a time.
     pub fn set_block_sizes(&self, number: u64, sizes: &BlockSizes<'_>) {
         if self.ranks > MOST_SIZED {
             return;
@@ -346,7 +347,7 @@ impl Area {
     }
 
     /// Number of the last monitored barrier that `rank` has entered. `monitor_outcome` has the last eight outcomes;
-    /// they are in rank 0's lines.
+    /// they are in rank 0's cache lines.
     pub fn monitor(&self, rank: usize) -> &AtomicU64 {
         self.word64(self.layout.control_word(rank, MONITOR))
     }

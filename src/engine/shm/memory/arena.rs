@@ -52,8 +52,8 @@ unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
-/// Set by the thread that makes the arena; `MAKER` elects it. A forked child does not wait for this, because the child
-/// may not have that thread.
+/// Set by the thread that makes the arena; `MAKER` elects that thread. A forked child does not wait for this value,
+/// because that thread may exist only in the parent.
 static ARENA: OnceCell<Result<Arena, String>> = OnceCell::new();
 
 /// The process whose thread makes or has made the arena; 0 before that. Relaxed: the arena itself is read from `ARENA`.
@@ -265,8 +265,8 @@ fn made() -> Option<&'static Arena> {
     ARENA.get().and_then(|made| made.as_ref().ok())
 }
 
-/// The size of the file. Its pages count against the same limits as the rest of the process's memory, so the size only
-/// bounds how much memory is allocated here instead of elsewhere.
+/// Returns the size of the file. Its pages count against the same limits as the rest of the process's memory, so the
+/// size only bounds how much memory is allocated here instead of elsewhere.
 fn size() -> Result<usize, String> {
     let bytes = match config::shared_bytes() {
         Some(bytes) => bytes,
@@ -342,8 +342,9 @@ impl Arena {
         let private = segment::map_pages_at(bytes, libc::MAP_PRIVATE, self.file.as_raw_fd(), pages.start)?;
         let _changing = forks::Changing::begin();
         // SAFETY: moves an unused mapping over our own pages, which have the same contents. The kernel does this in one
-        // step for all threads: each access finds either the old mapping or the new one. UCX, which a program may have
-        // loaded, replaces `mremap` by a function that leaves out the last argument.
+        // step for all threads: each access finds either the old mapping or the new one. This is the bare system call,
+        // because UCX, which a program may have loaded, replaces `mremap` by a function that leaves out the last
+        // argument.
         let moved = unsafe {
             let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
             libc::syscall(libc::SYS_mremap, private.as_ptr(), bytes, bytes, flags, address)

@@ -3,7 +3,7 @@
 //! merges adjacent free ranges.
 //!
 //! When a range is freed, its used pages stay filled, because filling a page costs far more than reusing it. If more
-//! filled pages are free than should be kept, `to_give_back` returns ranges to empty.
+//! filled pages are free than should be kept, `to_give_back` names a range whose pages the caller must free.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -53,7 +53,7 @@ pub struct Extents {
 }
 
 impl Extents {
-    /// Makes free memory of `bytes` bytes, in pages of `page` bytes.
+    /// Records `bytes` bytes of memory, all free, in pages of `page` bytes.
     pub fn new(bytes: usize, page: usize) -> Extents {
         let mut extents = Extents {
             page,
@@ -143,7 +143,7 @@ impl Extents {
         Some((at, bytes))
     }
 
-    /// The range in use that contains all bytes from `offset` to `offset + bytes`, together with its start.
+    /// Returns the range in use that contains all bytes from `offset` to `offset + bytes`, together with its start.
     pub fn holding(&mut self, offset: usize, bytes: usize) -> Option<(usize, &mut Extent)> {
         let (&start, extent) = self.used.range_mut(..=offset).next_back()?;
         let inside = offset - start <= extent.bytes && bytes <= extent.bytes - (offset - start);

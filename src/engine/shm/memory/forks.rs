@@ -18,8 +18,8 @@ struct Record {
     /// Whether this process is a forked child of the process that made the arena. The handler writes it (relaxed: the
     /// child has only one thread at that time). Threads read it before each use of the arena.
     is_child: AtomicBool,
-    /// A spin lock. A thread holds it while it changes the mapping; it acquires the arena's lock first. It is also held
-    /// during `fork`, which must not copy the mapping in the middle of a change.
+    /// A spin lock. A thread that changes the mapping holds it, and acquires the arena's lock before. A thread that
+    /// calls `fork` holds it too, so that the mapping is not copied in the middle of a change.
     changing: AtomicBool,
     /// Address of the arena; 0 while there is none. The thread that made the arena writes it once (release, after
     /// `bytes` and `file`); any thread reads it (acquire).
@@ -65,8 +65,8 @@ pub fn owns(address: usize) -> bool {
     base != 0 && address.wrapping_sub(base) < RECORD.bytes.load(Ordering::Relaxed)
 }
 
-/// False when half of the entries of `private` are used. Then `arena::lease` refuses, so the other half is left for
-/// operations in flight.
+/// Returns false when half of the entries of `private` are used. Then `arena::lease` refuses, so the other half is left
+/// for operations in flight.
 pub fn has_room_for_private() -> bool {
     RECORD.private_count.load(Ordering::Relaxed) < MOST_PRIVATE / 2
 }

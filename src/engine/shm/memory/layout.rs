@@ -32,13 +32,13 @@ pub const SLOT_BYTES: usize = 4096;
 pub const INLINE_BYTES: usize = 32;
 /// A mapped operation may have at most this many pieces in its inputs, and at most this many in its outputs.
 pub const MOST_PIECES: usize = 16;
-/// Bytes in a slot for the offsets and lengths of these pieces. They follow the table of an all_to_all.
+/// Bytes in a slot for the offsets and lengths of an operation's pieces. They follow the table of an all_to_all.
 pub const OFFER_BYTES: usize = 2 * MOST_PIECES * 16;
 /// Size of two cache lines: x86 prefetches lines in pairs, and some aarch64 CPUs have lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
 /// Number of words of an ordered pair of ranks (`Layout::pair_word`).
 const PAIR_WORDS: usize = 10;
-/// Number of control words of a rank, each on its own pair of lines.
+/// Number of control words of a rank, each on its own pair of cache lines.
 pub const CONTROL_WORDS: usize = 11;
 pub const FAULT_BYTES: usize = 1408;
 /// Bytes for a rank's answer to another rank's question. Together with the control words and the fault text they fill a
@@ -52,7 +52,8 @@ pub const MAX_RANKS: usize = 256;
 /// Largest segment, unless that leaves less than `RANK_SHARE` per rank.
 pub const CEILING: usize = 64 << 20;
 pub const RANK_SHARE: usize = 512 << 10;
-/// Largest stage buffer. Only ranks with several threads have it: each thread copies and reduces its part.
+/// Largest stage buffer. Only ranks with several threads have one of this size, because each thread copies and reduces
+/// a part of it.
 const LARGEST_STAGE: usize = 4 << 20;
 
 /// For each of its slots, a rank keeps the hashes of this many results.
@@ -126,8 +127,8 @@ impl Sizes {
 }
 
 impl Layout {
-    /// The layout for `ranks` ranks with `threads` threads each, which has at most `budget` bytes. `None` if even the
-    /// smallest layout does not fit.
+    /// Returns the layout for `ranks` ranks with `threads` threads each: the largest suitable one of at most `budget`
+    /// bytes. `None` if even the smallest layout does not fit.
     pub fn new(ranks: usize, threads: usize, budget: usize) -> Option<Layout> {
         let wanted = Sizes::of(ranks).largest_stage * threads.max(1);
         Layout::possible(ranks).find(|layout| layout.stage_bytes <= wanted && layout.total <= budget)
@@ -194,8 +195,8 @@ impl Layout {
         self.total
     }
 
-    /// What the choice of algorithms needs to know of a group with this layout on one host. `cores` and `threads` are
-    /// as in `GroupShape`.
+    /// Returns what the choice of algorithms needs to know of a group with this layout on one host. `cores` and
+    /// `threads` are as in `GroupShape`.
     pub fn shape(&self, cores: usize, threads: usize) -> GroupShape {
         let (slot_bytes, stage_bytes) = (SLOT_BYTES, self.stage_bytes);
         GroupShape { ranks: self.ranks, hosts: 1, cores, threads, slot_bytes, stage_bytes }
@@ -231,8 +232,8 @@ impl Layout {
     fn channels_bytes(&self) -> usize {
         self.channels * 2 * self.body_bytes
     }
-    /// With few ranks, each word of a pair has its own pair of lines. With many, the words of one writer share a pair
-    /// of lines.
+    /// With few ranks, each word of a pair of ranks has two cache lines to itself. With many, the words of one writer
+    /// share two cache lines.
     fn word_stride(&self) -> usize {
         if self.ranks <= 16 { PAIR_OF_LINES } else { 8 }
     }
@@ -321,8 +322,9 @@ impl Layout {
         ranges
     }
 
-    /// The range of a part of `rank`. `rank` populates the part, which places the pages on the NUMA node of `rank`. It
-    /// is the rank that writes the part; for a channel, the rank that reads it, because the senders change.
+    /// Returns the range of a part of `rank`. That rank populates the part, which places the pages on its NUMA node. It
+    /// is also the rank that writes the part; only a channel belongs to the rank that reads it, because the senders
+    /// change.
     pub fn part(&self, rank: usize, part: Part) -> Range<usize> {
         let (start, bytes) = match part {
             Part::Stage => (self.stage(rank, 0), 2 * self.stage_bytes),

@@ -13,11 +13,11 @@
 //! Words and slots are used before ranks exchange anything. So a rank populates them before it reports that it has
 //! mapped the memory, and no rank gets its group before all have reported (`rendezvous`).
 //!
-//! **The limits.** Filling memory past the limit of a control group kills the process, and memory that was free when
-//! the group was created may be in use now. So the limits are read again. If they leave too little, the operation fails
-//! before anything is written, and its error, which has the amounts, ends the group on all ranks. The new parts, times
-//! the number of ranks, may use half of the free memory, because all ranks may be about to do the same. The other half
-//! is left for other groups and for what the programs allocate at the same time.
+//! **The limits.** Filling memory past the limit of a cgroup kills the process, and memory that was free when the
+//! ranks' group was created may be in use now. So the limits are read again. If they leave too little, the operation
+//! fails before anything is written, and its error, which has the amounts, ends the group on all ranks. The new parts,
+//! times the number of ranks, must fit into half of the free memory, because all ranks may be about to populate their
+//! parts. The other half is left for other groups and for what the programs allocate at the same time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

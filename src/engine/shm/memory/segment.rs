@@ -150,7 +150,7 @@ fn memfd() -> io::Result<OwnedFd> {
     result
 }
 
-/// A file in memory of `len` zero bytes whose size cannot change.
+/// Creates a file in memory that has `len` zero bytes and whose size cannot change.
 pub fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     let fd = memfd()?;
     // SAFETY: plain numbers on our own descriptor.
@@ -165,8 +165,8 @@ pub fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// A file in /dev/shm that never has a name. Its pages are reserved now: a full /dev/shm is then an error here and not
-/// a SIGBUS at the first touch.
+/// Creates a file in /dev/shm that never has a name. Reserves its pages, so that a full /dev/shm is an error here and
+/// not a SIGBUS at the first access.
 fn nameless_file(len: usize) -> io::Result<OwnedFd> {
     let flags = libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR | libc::O_CLOEXEC;
     // SAFETY: the path ends in NUL; the rest are plain numbers.
@@ -221,7 +221,7 @@ impl Segment {
         Ok(Segment { base, len: expected_len, backing, entry: enter(base, expected_len) })
     }
 
-    /// Memory for ranks that are threads of one process.
+    /// Maps memory for ranks that are threads of one process.
     #[cfg(feature = "testing")]
     pub fn anonymous(len: usize) -> Result<Segment> {
         // Miri supports neither mappings that processes share nor pages.

@@ -45,7 +45,7 @@ impl Channels {
         self.lent[from].map(|(channel, _)| channel)
     }
 
-    /// Records that one message of `from` was fully read, and returns its channel after the last one.
+    /// Records that one message of `from` was fully read. After the last message, frees the channel of `from`.
     pub fn give_back(&mut self, from: usize) {
         match self.lent[from] {
             Some((channel, 1)) => {

@@ -66,11 +66,11 @@ enum Progress {
 
 /// A message that both ranks may copy (`shares`).
 struct InPlace {
-    /// Where the sender's tensor is in this process.
+    /// The address in this process of the sender's tensor.
     at: usize,
     /// Bytes that this rank has copied.
     copied: usize,
-    /// The memory into which the sender copies, too. None if this rank cannot lend it.
+    /// The output, into which the sender copies too. None if this rank cannot lend the output.
     output: Option<Lease>,
     /// Whether no range is left to claim.
     all_claimed: bool,
@@ -105,9 +105,9 @@ impl InPlace {
             && let Some(range) = shares.claim(total)
         {
             let source = [Span { addr: self.at, bytes: total }];
-            // SAFETY: the range is in the sender's arena, which `arenas` keeps mapped, and nobody else copies it. If the
-            // sender's program changes the tensor meanwhile, its send has failed, which is checked below. The outputs
-            // belong to the caller until the receive ends.
+            // SAFETY: the range is in the sender's arena, which `arenas` keeps mapped, and nobody else copies it. If
+            // the sender's program changes the tensor meanwhile, its send has failed, which is checked below. The
+            // outputs belong to the caller until the receive ends.
             unsafe { transfer(Pieces(&source), range.start, outputs, range.start, range.len()) };
             self.copied += range.len();
             return InPlaceStep::Copied;
@@ -173,7 +173,7 @@ impl Incoming {
         Ok(sent)
     }
 
-    /// Reads the next envelope of `sent`, if there is one.
+    /// Reads the next envelope, unless all of the `sent` envelopes have been read.
     pub fn take_envelope(&mut self, area: &Area, from: usize, sent: u64, stamp: u64) -> Option<Message> {
         let (me, number) = (area.me, self.consumed);
         if number >= sent {
@@ -198,7 +198,7 @@ impl Incoming {
         Some(message)
     }
 
-    /// Matches a message that is not eager with its receive, which has the same size.
+    /// Matches a non-eager message with its receive, which has the same size.
     pub fn accept(&mut self, area: &Area, arenas: &mut Arenas, from: usize, op: Arc<Op>, message: &Message) {
         let in_place = message.reachable && arenas.reaches(area, from);
         let answer = Answer::Channel { channel: 0, in_place };
@@ -335,7 +335,7 @@ impl Incoming {
     }
 }
 
-/// Copies the part of a message that is in the channel to offset `moved` of the outputs. Returns its size.
+/// Copies the part of a message that the channel contains to offset `moved` of the outputs. Returns the part's size.
 fn receive_part(area: &Area, (channel, round): (usize, u64), outputs: Pieces, moved: usize) -> usize {
     let bytes = area.layout.body_bytes.min(outputs.bytes() - moved);
     // SAFETY: the body buffer is ready and has `bytes` bytes. The outputs belong to the caller until the receive ends.

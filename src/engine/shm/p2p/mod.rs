@@ -1,18 +1,19 @@
 //! Moves messages between two ranks of a host.
 //!
 //! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` is copied into its
-//! envelope, and its send ends at once. A larger message waits at the sender until the receiver has matched its
+//! envelope, and its send ends immediately. A larger message waits at the sender until the receiver has matched its
 //! envelope and granted it a channel (`channels`). Then it moves through the two buffers of that channel, in the order
 //! of the grants. While any receive is posted, the receiver empties the ring buffers. It moves envelopes that match no
 //! receive to a private list, so that they do not block later messages. Receives match in the order in which they were
 //! posted, first in first out per (source, tag). A receive from `ANY_RANK` takes the message that arrived first.
 //!
 //! **In place.** If the receiver can map the sender's tensor (`memory/arena.rs`), the first round of a large message
-//! has only the tensor's offset in the sender's arena. The receiver copies from the tensor. If the sender can reach the
-//! receiver's tensor, too, a sender that waits copies a share (`shares`). The receiver drains the round when everything
-//! is copied; only then does the send end. The envelope says whether the tensor is in the arena, and the grant says
-//! whether the receiver has mapped the arena. Only after the grant does the sender decide whether it lends the tensor.
-//! Until then, a later operation of the sender may need the tensor's memory, and the send then continues from a copy.
+//! has only the tensor's offset in the sender's arena. The receiver copies from the tensor. If the sender can also
+//! reach the receiver's tensor, it copies a share while it waits (`shares`). The receiver drains the round when
+//! everything is copied; only then does the send end. The envelope says whether the tensor is in the arena, and the
+//! grant says whether the receiver has mapped the arena. Only after the grant does the sender decide whether it lends
+//! the tensor. If a later operation of the sender needs the tensor's memory before that, the send continues from a
+//! copy.
 //!
 //! For an eager message, N bytes are written and N read. For a larger one, N bytes are staged and N read, in N /
 //! body_bytes rounds that overlap. In place, N bytes are read and written once.
@@ -30,8 +31,8 @@
 //!
 //! **When a rank fails.** A sender whose send fails continues its program, which may change the tensor while the
 //! receiver copies from it. So after copying, the receiver checks whether the group has failed or the sender has left,
-//! as in `mapped`. If so, its receive does not end well. A sender may copy into an output late, after the receive has
-//! failed. So the receiver makes the output private before its program gets the error.
+//! as in `mapped`. If so, its receive does not end successfully. A sender may copy into an output late, after the
+//! receive has failed. So the receiver makes the output private before its program gets the error.
 
 pub mod channels;
 mod incoming;
@@ -134,7 +135,7 @@ pub struct P2p {
     /// The peers whose messages to or from this rank `poll` must advance.
     busy: RankSet,
     /// Peers whose mail bit this rank has seen. With `Layout::has_mail`, only those whose bit it saw in the last poll.
-    /// Before a peer has set its bit, its envelopes may not be populated (`presence.rs`).
+    /// Until a peer has set its bit, its envelopes are possibly not populated yet (`presence.rs`).
     senders: RankSet,
     /// This rank's channels as a receiver.
     channels: Channels,
@@ -289,8 +290,8 @@ impl P2p {
         self.incoming[from].give_grants(area, from, &mut self.channels).map(drop)
     }
 
-    /// The operations that cannot end before `peer` makes further progress. A receive from `ANY_RANK` needs `peer` if
-    /// no other rank can still send. `gone` selects the ranks that cannot send any more.
+    /// Returns the operations that cannot end before `peer` makes further progress. A receive from `ANY_RANK` needs
+    /// `peer` if no other rank can still send. `gone` selects the ranks that cannot send any more.
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let only_peer = (0..area.ranks).all(|q| q == area.me || q == peer || gone(q));
         let posted = self.posted.iter().filter(move |op| match op.request.root {

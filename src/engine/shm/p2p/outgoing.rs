@@ -80,8 +80,9 @@ impl Outgoing {
         Ok(moved)
     }
 
-    /// Copies a range of the message that moves, if it is lent and the receiver's output can be reached (`shares`).
-    /// Returns false if nothing was copied. Fails if the receiver's output is not within its arena.
+    /// Copies a range of the message that is being transferred, if its tensor is lent and this rank can reach the
+    /// receiver's output (`shares`). Returns false if nothing was copied. Fails if the receiver's output is not within
+    /// its arena.
     pub fn share(&mut self, area: &Area, arenas: &mut Arenas, to: usize) -> Result<bool> {
         match self.bodies.front_mut() {
             Some(Body { op, progress: Progress::Lent { share, .. }, .. }) => {
@@ -270,7 +271,7 @@ impl Outgoing {
     }
 
     /// Whether the ring buffer has no envelope that may be overwritten. Does not read the peer's counter before this
-    /// rank has sent as many messages as the ring holds, because the memory may not be populated before the first
+    /// rank has sent as many messages as the ring holds, because the memory is possibly not populated before the first
     /// message.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
         let (sent, most) = (self.sent, area.layout.envelopes);
@@ -279,7 +280,7 @@ impl Outgoing {
 }
 
 impl Share {
-    /// Copies the next range that this rank can claim into the receiver's output. Returns false if there is none.
+    /// Claims the next range and copies it into the receiver's output. Returns false if nothing was copied.
     fn advance(&mut self, shares: Shares<'_>, arenas: &mut Arenas, op: &Op) -> Result<bool> {
         let inputs = Pieces(op.sent());
         let total = inputs.bytes();

@@ -1,8 +1,8 @@
-//! How the two ranks of a message divide the copy of its tensor, if both tensors can be reached.
+//! Divides the copying of a message between its sender and its receiver, if each can reach the other's tensor.
 //!
-//! Idea: a rank that would only wait copies too. Both ranks claim ranges of the message from one counter and copy them,
-//! the receiver from the sender's tensor, the sender into the receiver's. While the sender's program computes, its
-//! progress thread claims nothing, and the receiver copies everything.
+//! Idea: a sender that would otherwise only wait copies too. Both ranks claim ranges of the message from one counter
+//! and copy them, the receiver from the sender's tensor, the sender into the receiver's. While the sender's program
+//! computes, its progress thread claims nothing, and the receiver copies everything.
 //!
 //! The words belong to the ordered pair of ranks. Only one message of a pair moves at a time. (The words cannot belong
 //! to the channel. The receiver may lend the channel to another rank before this message's sender sees that the message
@@ -11,9 +11,9 @@
 //! | word | written by | value |
 //! | --- | --- | --- |
 //! | PLACE | sender, before READY | where the tensor begins in the sender's arena, + 1; 0: the message is staged |
-//! | CLAIMED | sender 0, before READY; then both | number of bytes that the ranks have claimed |
-//! | HOME | sender 0, before READY; receiver, release | where the output begins in the receiver's arena, + 1 |
-//! | COPIED | sender 0, before READY; sender, release after each copy | number of bytes that the sender has copied |
+//! | CLAIMED | sender writes 0 before READY; then both | number of bytes that the ranks have claimed |
+//! | HOME | sender writes 0 before READY; receiver, release | where the output begins in the receiver's arena, + 1 |
+//! | COPIED | sender writes 0 before READY; then release after each copy | number of bytes that the sender has copied |
 //!
 //! The message is complete when the bytes that the receiver has copied and COPIED (acquire) add up to its size. The
 //! sender changes the words again only when DRAINED says that this message has ended.
@@ -28,7 +28,7 @@ use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::threads;
 
-/// A rank claims so many bytes at a time for each of its threads. Between two claims, a waiting thread checks for
+/// A rank claims this many bytes at a time for each of its threads. Between two claims, a waiting thread checks for
 /// signals, deadlines and ended peers.
 const STEP_BYTES: usize = 256 << 10;
 
@@ -45,8 +45,8 @@ impl<'a> Shares<'a> {
         self.area.pair_word(self.from, self.to, index)
     }
 
-    /// Called by the sender before it publishes the round. `place`: where the tensor begins in its arena; None if the
-    /// message is staged.
+    /// Called by the sender before it publishes the round. `place`: where the tensor begins in the sender's arena; None
+    /// if the message is staged.
     pub fn open(self, place: Option<usize>) {
         self.word(PLACE).store(place.map_or(0, |offset| offset as u64 + 1), Relaxed);
         [CLAIMED, HOME, COPIED].into_iter().for_each(|index| self.word(index).store(0, Relaxed));
@@ -57,7 +57,7 @@ impl<'a> Shares<'a> {
         offset(self.word(PLACE).load(Relaxed))
     }
 
-    /// Lets the sender copy into the output, which begins here in the receiver's arena.
+    /// Lets the sender copy into the output, which begins at `offset` in the receiver's arena.
     pub fn set_home(self, offset: usize) {
         self.word(HOME).store(offset as u64 + 1, Release);
     }

@@ -238,7 +238,7 @@ extern "C" fn sim_HcclGetCommName(comm: usize, out: Out<u8>) -> i32 {
     }
 }
 
-/// Reports a failure of a remote rank or an injected one. After any other failure it reports success.
+/// Reports a failure of a remote rank or an injected failure. After any other failure, reports success.
 #[unsafe(no_mangle)]
 extern "C" fn sim_HcclGetCommAsyncError(comm: usize, out: Out<i32>) -> i32 {
     if chip() == Chip::Newest {

@@ -186,7 +186,7 @@ fn done(result: Result<i32, i32>) -> i32 {
     code
 }
 
-/// Calls the plug-ins, then issues everything: at once, or soon on a communicator that does not block.
+/// Calls the plug-ins, then issues everything: immediately or, on a communicator that does not block, soon afterwards.
 pub fn launch(entries: Vec<Entry>) -> i32 {
     const TUNED: std::ops::Range<i32> = 0..5;
     for entry in &entries {

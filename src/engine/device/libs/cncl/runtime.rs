@@ -79,8 +79,8 @@ impl Cnrt {
         Err(Error::system(format!("sagellm: the Cambricon runtime failed in {what}: {words} (cnrtRet_t {code})")))
     }
 
-    /// True for success, false for "still running". In the second case the runtime keeps the code as the thread's last
-    /// error, and this function clears it.
+    /// Returns true for success and false for "still running". In the second case the runtime keeps the code as the
+    /// thread's last error, and this function clears it.
     fn ready(&self, what: &str, code: Code) -> Result<bool> {
         if !RUNNING.contains(&code) {
             return self.check(what, code).map(|()| true);

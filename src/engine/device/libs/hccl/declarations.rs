@@ -101,7 +101,7 @@ const _: () = {
     assert!(VERSION_2_BYTES == 160 && VERSION_8_BYTES == 2104);
 };
 
-/// The library takes an algorithm if HcclGetCommConfigCapability returns a larger number.
+/// The library takes an algorithm if HcclGetCommConfigCapability returns a number larger than this.
 pub const CAN_TAKE_ALGORITHM: u32 = 9;
 
 impl Config {

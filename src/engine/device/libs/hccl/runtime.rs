@@ -1,6 +1,6 @@
 //! Ascend's runtime (acl_rt.h). It has two kinds of events. An event of the newer kind ("Ex") may be recorded again
 //! directly. An event of the older kind must be reset on a stream before it is recorded again; this kind is used only
-//! if the runtime does not have the newer.
+//! if the runtime does not have the newer kind.
 
 use std::collections::HashSet;
 use std::ffi::{c_char, c_int, c_void};

@@ -1,6 +1,6 @@
 //! Communicators of NCCL. They are blocking. For a non-blocking communicator, the library starts a thread for every
-//! launched group (NVIDIA/nccl, src/group.cc), which costs more than the launch. A separate thread joins a
-//! communicator, so that the wait for it has a deadline.
+//! launched group (NVIDIA/nccl, src/group.cc), which costs more than the launch. A separate thread joins each
+//! communicator, so that our wait for the join can have a deadline.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
@@ -390,7 +390,7 @@ impl Nccl {
                     recv(at, message.bytes, sys::UINT8, peer, comm, stream)
                 }
             };
-            // The end of the group waits for calls that are in progress.
+            // `group_end` waits for calls that are in progress.
             if code == sys::IN_PROGRESS { Ok(()) } else { self.check("exchange", code, comm) }
         })
     }
@@ -500,7 +500,7 @@ impl Calls for Nccl {
         let code = unsafe { get(comm, &mut state) };
         self.check("ncclCommGetAsyncError", code, comm)?;
         match state {
-            sys::IN_PROGRESS => Ok(()), // a call of another thread, which waits for its completion
+            sys::IN_PROGRESS => Ok(()), // another thread's call is in progress; that thread waits for it
             state => self.check("an operation that was launched earlier", state, comm),
         }
     }

@@ -80,9 +80,9 @@ impl Seen {
     }
 }
 
-/// How the last collective of this kind and about this size ran, in communicators of this name. `None` if NCCL has
-/// reported no such collective: the plugin is not loaded, the operation consists of sends and receives or runs another
-/// kernel, or none has run yet. `bytes` are counted as in `select`.
+/// Returns how the last collective of this kind and about this size ran, in communicators of this name. `None` if NCCL
+/// has reported no such collective: the plugin is not loaded, the operation consists of sends and receives or runs
+/// another kernel, or no such collective has run yet. `bytes` are counted as in `select`.
 pub fn ran(name: &str, kind: Kind, bytes: u64) -> Option<Ran> {
     let numbers = numbers_of(name);
     let class = stats::class(bytes);
@@ -196,7 +196,7 @@ fn element_bytes(dtype: &str) -> u64 {
     }
 }
 
-/// Our state of one communicator, which NCCL passes back with every event.
+/// Our state of one communicator. NCCL passes it back with every event.
 struct Context {
     number: u64,
     ranks: u64,

@@ -1,8 +1,8 @@
 //! The CUDA driver. The types come from the crate cudarc, and the compiler compares each function of the table with
 //! cudarc's declaration. The functions are called through our table and not through cudarc, for three reasons. cudarc
-//! opens the library only by its usual names, so no variable could name a file. It panics if the library or a symbol is
-//! missing. And its result type is a closed enum, so if a newer driver returned an unknown code, the behaviour would be
-//! undefined.
+//! opens the library only by its usual names, so no environment variable could name a file. It panics if the library or
+//! a symbol is missing. And its result type is a closed enum, so if a newer driver returned an unknown code, the
+//! behaviour would be undefined.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint};
@@ -33,9 +33,9 @@ const NOT_READY: Code = 600;
 /// CU_STREAM_CAPTURE_STATUS_NONE as an integer. `SPARES_CAPTURES` is CU_STREAM_CAPTURE_MODE_RELAXED.
 const CAPTURES_NOTHING: c_int = 0;
 
-/// Declares a table of functions. Each signature is checked against the declaration of cudarc that is named after the
-/// string. `_` in place of that name skips the check: this is for functions that have an integer argument here and a
-/// closed enum in cudarc.
+/// Declares a table of functions. Each signature is checked against a declaration of cudarc, whose name follows the
+/// string. `_` in place of that name skips the check, for functions that have an integer argument here and a closed
+/// enum in cudarc.
 macro_rules! driver {
     ($table:ident { $($field:ident = $name:literal $declared:tt ($($argument:ty),*);)* }) => {
         symbols! {
@@ -138,7 +138,8 @@ impl Runtime for Cuda {
                 // SAFETY: see above.
                 let code = unsafe { self.table.device_get.of(&self.library)?(&mut handle, device) };
                 self.check("cuDeviceGet", code)?;
-                // SAFETY: see above. The context is never released: torch keeps the same one until the process ends.
+                // SAFETY: see above. The context is never released: torch keeps the same context until the process
+                // ends.
                 let code = unsafe { self.table.primary_retain.of(&self.library)?(&mut made, handle) };
                 self.check("cuDevicePrimaryCtxRetain", code)?;
                 *contexts.entry(device).or_insert(made as usize)

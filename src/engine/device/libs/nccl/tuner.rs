@@ -62,8 +62,8 @@ fn kind_of(function: c_int) -> Option<Kind> {
     })
 }
 
-/// NCCL's algorithm for an operation. The first rule that fits decides, otherwise the first line of the table that
-/// fits, otherwise the start rules if the user has set a topology. `None` leaves the choice to NCCL. `bytes` are
+/// Returns NCCL's algorithm for an operation. The first rule that fits decides, otherwise the first line of the table
+/// that fits, otherwise the start rules if the user has set a topology. `None` leaves the choice to NCCL. `bytes` are
 /// counted as in `select`; `nodes` is NCCL's number of hosts.
 fn algorithm(policy: &Policy, kind: Kind, bytes: u64, ranks: usize, nodes: usize) -> Option<usize> {
     match rules::named(policy, kind, bytes) {
@@ -254,8 +254,8 @@ pub static ncclTunerPlugin_v6: TunerV6 =
     TunerV6 { name: NAME, init, get_coll_info, finalize, get_chunk_size: std::ptr::null() };
 
 /// Sets the variables by which NCCL finds its plugins to the file that contains this code. Does so only if this file
-/// exports the plugins (the extension module does, a test program does not). If the user has set a variable, it keeps
-/// its value. Runs once in a process, before a communicator is made.
+/// exports the plugins (the extension module does, a test program does not). A variable that the user has set keeps its
+/// value. Runs once in a process, before a communicator is made.
 fn announce() {
     // Locked until this function ends, so that no other thread makes a communicator before the variables are set.
     let mut registry = registry();
@@ -268,7 +268,7 @@ fn announce() {
     }
 }
 
-/// The file from which this code was loaded, if NCCL would find the plugins in it.
+/// Returns the file from which this code was loaded, if NCCL would find the plugins in it.
 fn own_file() -> Option<CString> {
     const NAME: &CStr = c"ncclTunerPlugin_v5";
     // The address of `init`, not of the plugin: the loader may have bound the plugin's name to another library.

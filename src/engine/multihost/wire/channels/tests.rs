@@ -34,7 +34,7 @@ fn place(store: &Hiding, group: u8, rank: usize) -> Place<'_> {
 }
 
 /// Rank 0 says that it has joined before rank 1 has the channel. When rank 1 adds the channel, rank 0's join completes;
-/// rank 0 then leaves at once and closes the connection. Rank 1 must not see that rank 0 leaves before it sees that
+/// rank 0 then leaves immediately and closes the connection. Rank 1 must not see that rank 0 leaves before it sees that
 /// rank 0 has joined.
 #[test]
 fn a_rank_that_was_early_and_leaves_at_once_had_joined() {

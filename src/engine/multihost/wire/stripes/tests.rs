@@ -341,7 +341,7 @@ struct Given {
     sent: Vec<u8>,
     memory: Box<[u8]>,
     given_up: bool,
-    /// Whether it was given up before a byte of it was sent.
+    /// Whether the frame was given up before a byte of it was sent.
     removed: bool,
 }
 
