@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def batch(step: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of all ranks and their targets, the same on every rank."""
+    """Returns the samples of all ranks and their targets, the same on every rank."""
     inputs = torch.randn(ranks * BATCH, 16, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.square().sum(1, keepdim=True)
 

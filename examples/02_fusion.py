@@ -22,7 +22,7 @@ ROUNDS = 50
 
 
 def tensors_of(rank: int) -> list[torch.Tensor]:
-    """Tensors of several sizes and two dtypes."""
+    """Returns tensors of several sizes and two dtypes."""
     return [
         torch.full((512 + number,), float(rank + number), dtype=torch.float32 if number % 2 else torch.float64)
         for number in range(COUNT)

@@ -57,7 +57,7 @@ class ParallelBlock(nn.Module):
 
 
 def parallel_form(model: Gpt, config: Config) -> Gpt:
-    """The same model with its layers split over the ranks. Every rank has the whole embeddings and norms."""
+    """Returns the model with its layers split over the ranks. Every rank has the whole embeddings and norms."""
     made = Gpt(config)
     made.load_state_dict(model.state_dict())
     made.blocks = nn.ModuleList(ParallelBlock(block) for block in model.blocks)
@@ -66,7 +66,7 @@ def parallel_form(model: Gpt, config: Config) -> Gpt:
 
 @torch.no_grad()
 def generate(model: Gpt, count: int, context: int) -> tuple[bytes, torch.Tensor]:
-    """The most probable bytes after the prompt, one by one, and the last logits."""
+    """Generates the most probable bytes after the prompt. Returns the text and the last logits."""
     text = torch.tensor([list(PROMPT)])
     logits = torch.empty(0)
     for _ in range(count):

@@ -22,7 +22,7 @@ MICRO_BATCHES = 4
 
 
 def stages(count: int) -> list[nn.Module]:
-    """The whole model in `count` parts, the same on every rank."""
+    """Returns the whole model in `count` parts, the same on every rank."""
     torch.manual_seed(1)
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(count)]
 
@@ -31,7 +31,7 @@ def run_stage(
     stage: nn.Module, groups: torch_sagellm.ProcessGroupManager, data: torch.Tensor, targets: torch.Tensor
 ) -> float:
     """Runs all micro-batches forward and backward through this rank's stage. Returns the loss on the last stage, 0 on
-    others."""
+    the other stages."""
     inputs, outputs, loss = [], [], 0.0
     for each in data.chunk(MICRO_BATCHES):
         if groups.pp_is_first_stage:

@@ -52,7 +52,7 @@ def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 def exchanged_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The same result, computed from all tokens of HEADS / ranks of the heads."""
+    """Computes the same result, from all tokens of HEADS / ranks of the heads."""
     some_heads = [torch_sagellm.exchange_tokens(each, split_dim=1, join_dim=0) for each in (query, key, value)]
     return torch_sagellm.exchange_tokens(plain_attention(*some_heads), split_dim=0, join_dim=1)
 

@@ -32,7 +32,7 @@ def forward(
 
 
 def plain(experts: list[nn.Module], tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The same layer with all experts on this rank: every expert computes all tokens, and has weight 0 for tokens that
+    """Runs the layer with all experts on this rank: every expert computes all tokens, and has weight 0 for tokens that
     did not choose it."""
     weights, chosen = scores.softmax(1).topk(CHOICES)
     table = torch.zeros_like(scores).scatter(1, chosen, weights)

@@ -45,8 +45,8 @@ def overlapped_layers(rank: int) -> None:
 
 
 def error_of_one_call(rank: int, ranks: int) -> None:
-    """int8 is wrong by at most m / 254 for each addend, and once more for the sum; m is the largest number of a block
-    of 256."""
+    """Checks that int8 is wrong by at most m / 254 for each addend, and once more for the sum; m is the largest number
+    of a block of 256."""
     numbers = torch.randn(4096, generator=torch.Generator().manual_seed(rank))
     exact, packed = numbers.clone(), numbers.clone()
     dist.all_reduce(exact)

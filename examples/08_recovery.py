@@ -31,7 +31,7 @@ VICTIM = 1
 
 
 def gradient(weights: torch.Tensor, step: int, worker: int) -> torch.Tensor:
-    """The gradient of one worker's samples in one step."""
+    """Returns the gradient of one worker's samples in one step."""
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1000 * step + worker))
     return inputs.T @ (inputs @ weights - inputs.sum(1)) / len(inputs)
 
