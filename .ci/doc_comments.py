@@ -16,7 +16,7 @@ class DocComments(griffe.Extension):
     """Comments that begin with ``#:`` describe the attribute below them; ``Example::`` begins a block of Python."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """griffe calls it for every attribute that it has found."""
+        """Handles an attribute; griffe calls this for every attribute that it has found."""
         if attr.docstring is not None or attr.lineno is None:
             return
         lines = attr.lines_collection[attr.filepath]
@@ -30,7 +30,7 @@ class DocComments(griffe.Extension):
             attr.docstring = griffe.Docstring(" ".join(comment), parent=attr)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """griffe calls it for everything that it has found."""
+        """Handles any object; griffe calls this for everything that it has found."""
         if obj.docstring is not None:
             obj.docstring.value = EXAMPLE.sub(
                 lambda found: f"```python\n{textwrap.dedent(found[1]).strip()}\n```\n", obj.docstring.value

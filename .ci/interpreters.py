@@ -11,7 +11,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 #: For each CPython that the newest torch has no wheel for: the last torch that has one.
 LAST = {"3.10": "2.11"}
-#: Prints the version and the path of an interpreter that has its headers.
+#: Prints the version and the path of an interpreter whose headers are installed.
 SHOW = """
 import os, sys, sysconfig
 if os.path.exists(sysconfig.get_path("include") + "/Python.h"):
@@ -20,12 +20,13 @@ if os.path.exists(sysconfig.get_path("include") + "/Python.h"):
 
 
 def minors_for(python: str) -> list[str]:
-    """The versions of torch that a CPython's wheel serves."""
+    """Returns the versions of torch that a CPython's wheel serves."""
     return list(MINORS[: MINORS.index(LAST.get(python, MINORS[-1])) + 1])
 
 
 def interpreters(asked: Sequence[str] = ()) -> dict[str, str]:
-    """Paths of interpreters by version: of those asked for, or of all that are on the path or that pyenv has."""
+    """Returns the paths of interpreters by version: of those asked for, or of all that are on the path or that pyenv
+    has."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     names = list(asked) or [f"python{version}" for version in PYTHONS]
     if not asked:

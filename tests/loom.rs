@@ -98,7 +98,8 @@ fn until(mut condition: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Looks a few times, then gives up. Its rank gives up too: what it did so far must be safe in every interleaving.
+/// Checks the condition a few times, then gives up. The calling rank then gives up too: what it did so far must be safe
+/// in every interleaving.
 fn a_few_times(condition: impl FnMut() -> bool) -> bool {
     some_times(3, condition)
 }
@@ -123,7 +124,8 @@ fn read(cell: &UnsafeCell<u64>) -> u64 {
     cell.with(|p| unsafe { *p })
 }
 
-/// The part of a rank in operation `n`: all exchange, or rank 0 only writes (a broadcast).
+/// Runs a rank's part of the operations, one for each element of `rooted`: all ranks exchange data or, if it is true,
+/// rank 0 only writes (a broadcast).
 fn slots_program(memory: &Memory, me: usize, rooted: &[bool]) {
     let mut slots = Slots::new(me, memory.ranks, memory.depth);
     for (i, rooted) in rooted.iter().enumerate() {
@@ -163,8 +165,8 @@ fn run(ranks: usize, depth: u64, preemptions: usize, program: impl Fn(&Memory, u
     });
 }
 
-/// Two operations of two ranks on each other's tensors. A tensor of rank `q` is two cells, `2 q` and `2 q + 1`; rank
-/// `r` has cell `r` of each as its slice: it reads both and writes both.
+/// Runs two operations of two ranks on each other's tensors. A tensor of rank `q` is two cells, `2 q` and `2 q + 1`.
+/// The slice of rank `r` is cell `r` of each tensor: it reads both cells and writes both.
 fn parts_program(memory: &Memory, me: usize) {
     let mut slots = Slots::new(me, 2, memory.depth);
     for n in 1..=2 {
@@ -197,7 +199,7 @@ fn parts_of_two_ranks_never_overlap_the_next_operation() {
 #[test]
 fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() {
     run(2, 2, 3, |memory, me| {
-        // These cells race by design, so they are words.
+        // The accesses to these cells race by design, so the cells are atomic words.
         let tensor = &memory.counters[0];
         if me == 1 {
             tensor.store(7, Relaxed);
@@ -217,12 +219,13 @@ fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() 
 }
 
 /// Rank 0 sends two messages that rank 1 reads in place, and gives the second one up at any time. Rank 0 changes the
-/// tensor when rank 1 has drained the round, or after rank 0 gave up; rank 1 then finds out that it did.
+/// tensor when rank 1 has drained the round, or after rank 0 gave up; in the second case rank 1 finds out that rank 0
+/// gave up.
 #[test]
 fn a_message_read_in_place_ends_before_its_tensor_changes() {
     run(2, 2, 3, |memory, me| {
         let (ready, drained) = (Word::Ready(Region::Stage, 0), Word::Drained(Region::Stage, 1));
-        // The tensor is a word, because the accesses race if rank 0 gives up.
+        // The tensor is an atomic word, because the accesses race if rank 0 gives up.
         let tensor = &memory.tags[0];
         if me == 0 {
             tensor.store(7, Relaxed);
@@ -400,7 +403,8 @@ fn rounds_of_three_ranks() {
     run(3, 1, 2, |memory, me| rounds_program(memory, me, true, 3));
 }
 
-/// The wake words, with the kernel's futex as a lock and a condition variable: it compares and sleeps in one step.
+/// The wake words. A lock and a condition variable take the place of the kernel's futex, which compares and sleeps in
+/// one step.
 struct House {
     news: AtomicU64,
     wake_count: AtomicU32,
@@ -482,7 +486,7 @@ fn a_sleeper_never_misses_the_news() {
 }
 
 // Which thread drives, and which event wakes which thread: `roles.rs` and `event_count.rs` as `driver.rs` calls them.
-// Two groups with a peer each that publishes one piece of news, threads that wait, and the progress thread.
+// There are two groups, each with a peer that publishes one piece of news; threads that wait; and the progress thread.
 
 use sagellm::os::event_count::Listening;
 use sagellm::progress::roles;
@@ -596,7 +600,7 @@ impl Rank {
         }
     }
 
-    /// The part of a peer.
+    /// Plays the part of a peer.
     fn publish(&self, group: usize) {
         self.groups[group].published.store(1, Release);
         event_count::announce(&self.groups[group].wake_count, 1);

@@ -1,7 +1,8 @@
 """Ranks of one process: the results of their operators and messages, when a result is available, and how calls fail.
 
 Every result is compared, bit for bit, with what one plain thread computes from the inputs in the order of the ranks
-(`tests/py/dist/reference.py`). Over processes the same classes are tested by `tests/py/dist/test_collective_ops.py`.
+(`tests/py/dist/reference.py`). `tests/py/dist/test_collective_ops.py` tests the same classes with a process for each
+rank.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """torch's own threads make a copy of 100 kB ten times slower where other programs use the cores, too."""
+    """Lets torch use one thread. With several, a copy of 100 kB takes ten times as long if other programs use the
+    cores, too."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -56,7 +58,7 @@ Comms = list[DistributedCommunicator]
 
 
 def on_threads(comms: Comms, body: Callable[[DistributedCommunicator], Any], seconds: float = 60) -> list[Any]:
-    """What ``body`` returns or raises on each rank, each on a separate thread."""
+    """Returns what ``body`` returns or raises on each rank, each on a separate thread."""
     found: list[Any] = [None] * len(comms)
 
     def run(comm: DistributedCommunicator) -> None:
@@ -91,7 +93,7 @@ def inputs_of(
 
 
 def consistent(operator: Any, results: list[BenchmarkResult], shapes: list[tuple[int, ...]], trials: int) -> None:
-    """The figures of a benchmark fit together and are positive. Their size is not tested."""
+    """Checks that the figures of a benchmark fit together and are positive. Their size is not tested."""
     assert [each.shape for each in results] == shapes
     ranks = operator.comm.world_size
     for each in results:
@@ -110,7 +112,8 @@ SHAPES = [(16,), (64, 64)]
 
 
 def repeats_and_measures(operators: Sequence[Any], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    """``call`` on the operators of all ranks gives the same bits every time, and their benchmark fits together."""
+    """Checks that ``call`` on the operators of all ranks gives the same bits every time, and that their benchmark's
+    figures fit together."""
     repeats(
         lambda: [
             call(operator, each)
@@ -121,7 +124,7 @@ def repeats_and_measures(operators: Sequence[Any], call: Callable[[Any, torch.Te
 
 
 def repeats(make_results: Callable[[], list[torch.Tensor]], times: int = 5) -> None:
-    """The same inputs give the same bits every time."""
+    """Checks that the same inputs give the same bits every time."""
     first = [bits(each) for each in make_results()]
     for _ in range(times - 1):
         assert all(torch.equal(one, bits(other)) for one, other in zip(first, make_results(), strict=True))
@@ -175,7 +178,7 @@ class TestAllReduceOperator:
                 same_bits(tensor, expected, f"{dtype} {op}")
 
     def test_columns_of_one_matrix_are_apart(self) -> None:
-        """Their memory is interleaved, and no byte belongs to two of them."""
+        """The columns are interleaved in memory, and no byte belongs to two columns."""
         comms, whole = create_ring_topology(3), torch.arange(12.0).reshape(4, 3)
         expected = whole.sum(1)
         for comm in comms:
@@ -639,7 +642,7 @@ class Parallel(torch.nn.Module):
 
 
 def plain_gradients(ranks: int, op: str = "sum") -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs and all gradients of the model below, without any operator."""
+    """Returns the outputs and all gradients of the model above, computed without any operator."""
     rows, models = rows_of(ranks), [Parallel(_Named(rank)) for rank in range(ranks)]  # type: ignore[arg-type]
     whole = torch.cat(rows)
     total = sum(model.layer(whole).tanh() for model in models)

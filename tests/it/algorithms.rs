@@ -1,6 +1,6 @@
-//! Proves the schedules. Executes each one symbolically for 1 to 64 ranks, every kind, several roots and segment
-//! counts, and checks all that `src/algorithms/mod.rs` promises. The right ranks have the right contributions, each
-//! exactly once and in the order of summation that the algorithm's header states. Every send has its receive. No
+//! Proves the schedules. Executes each schedule symbolically, for 1 to 64 ranks, every kind, and several roots and
+//! segment counts, and checks all that `src/algorithms/mod.rs` promises. The right ranks have the right contributions,
+//! each exactly once and in the order of summation that the algorithm's header states. Every send has its receive. No
 //! schedule deadlocks if each rank has posted only the receives of its current step. Steps and volumes match the
 //! formulas.
 
@@ -11,7 +11,8 @@ use proptest::prelude::*;
 use sagellm::algorithms::{Algorithm, How, Schedule, Step, Volume, count, part_range};
 use sagellm::types::Kind;
 
-/// Hash-consed expressions: each distinct expression has one number, so two values are equal if their numbers are.
+/// Hash-consed expressions: each distinct expression has one number, so two values are equal if their numbers are
+/// equal.
 struct Expressions {
     combined: HashMap<(usize, usize), usize>,
     operands: Vec<(usize, usize)>,
@@ -51,8 +52,8 @@ impl Expressions {
         }
     }
 
-    /// The sum of consecutive values in a tree: the left subtree takes the first p values, where p is the largest power
-    /// of two below their number, and each subtree is divided in the same way.
+    /// Adds consecutive values in a tree. The left subtree takes the first p values, where p is the largest power of
+    /// two below the number of values. Each subtree is divided in the same way.
     fn tree(&mut self, values: &[usize]) -> usize {
         if values.len() == 1 {
             return values[0];
@@ -67,7 +68,7 @@ fn numbers(parts: &[Range<usize>]) -> impl Iterator<Item = usize> + '_ {
     parts.iter().cloned().flatten()
 }
 
-/// For kinds that only move data: the rank whose input this part is.
+/// Returns the rank whose input this part is. For kinds that only move data.
 fn origin(s: &Schedule, part: usize) -> usize {
     match s.kind {
         Kind::AllGather | Kind::Gather => part,
@@ -82,7 +83,7 @@ fn initial(s: &Schedule, rank: usize) -> Vec<Option<usize>> {
         .collect()
 }
 
-/// Whether `rank` must hold the result of `part` at the end.
+/// Returns whether `rank` must hold the result of `part` at the end.
 fn wanted(s: &Schedule, rank: usize, part: usize) -> bool {
     match s.kind {
         Kind::AllReduce | Kind::Broadcast | Kind::AllGather => true,
@@ -140,7 +141,8 @@ fn documented(s: &Schedule, part: usize, e: &mut Expressions) -> usize {
     }
 }
 
-/// The sum of the in-order tree over the labels `first..=last`: its top is the label with the most trailing zeros.
+/// Adds the values of the labels `first..=last` in the in-order tree. The tree's top is the label with the most
+/// trailing zeros.
 fn in_order(
     first: usize,
     last: usize,
@@ -199,7 +201,7 @@ fn check_shape(s: &Schedule, rank: usize, step: &Step) {
 /// number of transfers of the step that are still open.
 struct Rank {
     held: Vec<Option<usize>>,
-    /// For barriers: bit mask of the ranks that this rank knows to have entered.
+    /// For barriers: bit mask of the ranks of which this rank knows that they have entered.
     heard: u64,
     at: usize,
     step: Step,
@@ -388,7 +390,7 @@ fn prove_all(algorithm: Algorithm) {
     assert!(proved >= 64);
 }
 
-/// One thread for each algorithm. A failure names the schedule.
+/// Tests each algorithm in its own thread. A failure names the schedule.
 #[test]
 fn every_algorithm_does_what_its_header_says() {
     std::thread::scope(|scope| {

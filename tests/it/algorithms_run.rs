@@ -51,8 +51,8 @@ fn mix(seed: u64) -> u64 {
     (z ^ (z >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb)
 }
 
-/// The range of elements of each part; the ranges are adjacent. If each part is one rank's block and `uneven` is set,
-/// the sizes differ.
+/// Returns the range of elements of each part; the ranges are adjacent. If each part is one rank's block and `uneven`
+/// is set, the sizes differ.
 fn layout(s: &Schedule, elements: usize, uneven: bool) -> Vec<Range<usize>> {
     if !matches!(s.kind, Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll) {
         return (0..s.parts()).map(|part| part_range(elements, s.parts(), part)).collect();
@@ -111,7 +111,7 @@ fn run<T: Number>(
     }
 }
 
-/// Whether part `part` is an input of `rank`. The rank may use the memory of all other parts as scratch.
+/// Returns whether part `part` is an input of `rank`. The rank may use the memory of all other parts as scratch.
 fn holds(s: &Schedule, rank: usize, part: usize) -> bool {
     match s.kind {
         Kind::Broadcast | Kind::Scatter => rank == s.root,
@@ -243,7 +243,7 @@ fn rule_18_doubling_and_halving_add_in_one_order_wherever_an_element_stands() {
     }
 }
 
-/// The result of rank 0, computed by one thread that plays all ranks step by step.
+/// Returns the result of rank 0, computed by one thread that plays all ranks step by step.
 fn alone(s: &Schedule, inputs: &[Vec<f32>]) -> Vec<f32> {
     let layout = layout(s, inputs[0].len(), false);
     let mut held = inputs.to_vec();

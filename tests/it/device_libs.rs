@@ -1,5 +1,5 @@
 //! The communicators and runtimes of all vendors, end to end: two or three processes, each one rank with its own
-//! device, use the ABI simulators of `tests/simulators`. Tests every collective of every vendor, with HCCL in its three
+//! device, use the ABI simulators of `tests/simulators`. Tests every collective of every vendor, and HCCL in its three
 //! forms. Also tests a dead peer, a hang, an error that the library reports late, and an initialisation that never
 //! ends.
 

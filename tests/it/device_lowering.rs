@@ -1,6 +1,6 @@
 //! For every kind, element type, op, vendor and number of ranks: the lowering gives the result that torch defines, or
-//! it is refused with a reason. The tests run the lowering on a model of a library in plain memory, which has only the
-//! stated capabilities.
+//! the operation is refused with a reason. The tests run the lowering on a model of a library. The model works in plain
+//! memory and has only the stated capabilities.
 
 use crate::common::device::{Case, OPS, data, local, spans};
 use crate::common::reference::{is_defined, reference_all};
@@ -290,7 +290,7 @@ fn run(case: &Case, lowering: &Lowering, able: &Capabilities) -> Vec<Vec<u8>> {
     if kind == Kind::Barrier {
         return vec![Vec::new(); ranks];
     }
-    // The library must not change the inputs. In a reduce torch allows it on ranks that are not the root.
+    // The library must not change the inputs. In a reduce, torch allows such a change on ranks that are not the root.
     if !lowering.clobbers_input && kind != Kind::Reduce {
         assert_eq!(inputs, before, "an input was changed");
     }
@@ -423,7 +423,7 @@ fn sizes_that_do_not_belong_together_are_found_before_the_library_is_called() {
     }
 }
 
-/// One line for each group of operations and each vendor, in the format of docs/internals/vendors.md.
+/// Returns one line for each group of operations and each vendor, in the format of docs/internals/vendors.md.
 fn table() -> String {
     let types = |name: &'static str, list: &'static [Dtype]| (name, list);
     let groups = [

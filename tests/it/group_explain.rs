@@ -19,8 +19,8 @@ use sagellm::types::{Dtype, Kind, ReduceOp};
 const TIMEOUT: Duration = Duration::from_secs(60);
 const OPS: usize = 300;
 
-/// A program of mostly small operations of two kinds, which form batches. It also has every other kind, and operations
-/// that are cut into segments.
+/// Returns a program of mostly small operations of two kinds, which form batches. It also has every other kind, and
+/// operations that are cut into segments.
 fn program(seed: u64, ranks: usize) -> Vec<Spec> {
     let mut random = Random::new(seed);
     let mut one = |at: usize| {

@@ -1,5 +1,5 @@
-//! Ephemeral timeouts: an addition applies to all operations that are issued after it until the first of them has
-//! ended.
+//! Ephemeral timeouts: an addition applies to all operations that are issued after the addition and before the first of
+//! these operations has ended.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -10,7 +10,7 @@ use sagellm::rendezvous::Rendezvous;
 use sagellm::stats::history::State;
 use sagellm::types::{ANY_RANK, CallNote, Kind};
 
-/// A group of one rank that a delegate serves.
+/// Returns a group of one rank that a delegate serves.
 fn group() -> Arc<Group> {
     let config = Config {
         delegate_reason: Some("the test says so".into()),
@@ -23,7 +23,7 @@ fn begin(group: &Group, kind: Kind, root: u32) -> ExternalOp {
     group.external_op(kind, Carrier::Delegate, (root, 0), (8, 8), CallNote::default(), None)
 }
 
-/// The numbers in the group's records, the oldest first.
+/// Returns the numbers in the group's records, the oldest first.
 fn numbers(group: &Group) -> Vec<u64> {
     group.records().iter().map(|record| record.number).collect()
 }

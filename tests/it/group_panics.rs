@@ -1,6 +1,6 @@
 //! A panic inside the core is a bug of ours. It fails the group, ends every operation, and no pointer to the caller's
-//! memory stays in use. A hook panics when the core calls it: to copy staged tensors, with the core's lock held, or
-//! after the operation's end, without the lock.
+//! memory stays in use. The tests use a hook that panics when the core calls it. The core calls a hook to copy staged
+//! tensors, with the core's lock held, and after the operation's end, without the lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

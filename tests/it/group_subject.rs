@@ -16,8 +16,8 @@ fn barrier() -> Request {
     Request::without_memory(Kind::Barrier)
 }
 
-/// A program whose late rank issues its barrier just while the waiting group writes the error text of its deadline.
-/// `call_site` then drives the waiting group until its operation has ended.
+/// A program in which the late rank issues its barrier while the waiting group, whose deadline has passed, writes the
+/// error text. `call_site` then drives the waiting group until its operation has ended.
 #[derive(Default)]
 struct Late {
     groups: OnceLock<[Weak<Group>; 2]>,

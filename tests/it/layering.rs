@@ -1,4 +1,4 @@
-//! Checks the direction of dependencies. A file of `src/` uses only modules of lower layers and of the lowest one; the
+//! Checks the direction of dependencies. A file of `src/` uses only its own module and modules of lower layers; the
 //! list of layers is in `src/lib.rs`. Engines do not use each other. No files use each other in a cycle, neither by
 //! paths nor by methods (`methods`). The folders of `cpp/` are checked by their includes (`cpp`), the Python package by
 //! its imports. Further tests check the names of tests, the list of tests for Miri (`miri`), the parameters of bridged
@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 
 use self::sources::products;
 
-/// The layer number of each module, counted from the top, read from the list in `src/lib.rs`. A line of the list is one
-/// layer; the names of its modules come first.
+/// Returns the layer number of each module, counted from the top, read from the list in `src/lib.rs`. A line of the
+/// list is one layer; the names of its modules come first.
 fn layers() -> BTreeMap<String, usize> {
     let text = include_str!("../../src/lib.rs");
     let list = text.split("//! ```text\n").nth(1).and_then(|rest| rest.split("//! ```").next());
@@ -48,7 +48,7 @@ fn files_that_end(folder: &Path, ends: &[&str], found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The modules that the code `text` names as `crate::<module>`, also inside `use crate::{a, b::c}`.
+/// Returns the modules that the code `text` names as `crate::<module>`, also inside `use crate::{a, b::c}`.
 fn uses(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     for part in text.split("crate::").skip(1) {
@@ -100,9 +100,9 @@ const SHARED_BY_ENGINES: [&str; 4] = ["loader", "order", "pieces", "verify"];
 /// A module as the list of its folders' names and its file's name.
 type Module = Vec<String>;
 
-/// Every file of the product, as a module, with the files that it names by `crate::`, `self::` or `super::`. A name
-/// that a file only re-exports by `pub use` counts for the file that defines it. Uses between a file and the `mod.rs`
-/// of its folder do not count.
+/// Returns every file of the product, as a module, with the files that it names by `crate::`, `self::` or `super::`. A
+/// name that a file only re-exports by `pub use` counts for the file that defines it. Uses between a file and the
+/// `mod.rs` of its folder do not count.
 fn named_files() -> BTreeMap<Module, BTreeSet<Module>> {
     let products = products();
     let mut passed_on: BTreeMap<Module, Module> = BTreeMap::new();
@@ -131,8 +131,8 @@ fn named_files() -> BTreeMap<Module, BTreeSet<Module>> {
     named.collect()
 }
 
-/// The paths, from the crate root, that the code `text` of module `me` names by `crate::`, `self::` or `super::`. A list
-/// in braces gives one path for each item.
+/// Returns the paths, from the crate root, that the code `text` of module `me` names by `crate::`, `self::` or
+/// `super::`. A list in braces gives one path for each item.
 fn paths(text: &str, me: &[String]) -> Vec<Module> {
     let code = text.replace('\n', " ");
     let mut found = Vec::new();
@@ -176,7 +176,7 @@ fn engines_know_nothing_of_each_other() {
     assert!(wrong.is_empty(), "between the folders of engine/:\n{}", wrong.join("\n"));
 }
 
-/// For each file, all files that it uses directly or through other files.
+/// Returns for each file all files that it uses directly or through other files.
 fn reached(uses: &BTreeMap<Module, BTreeSet<Module>>) -> BTreeMap<Module, BTreeSet<Module>> {
     let mut reached = uses.clone();
     loop {
@@ -211,8 +211,8 @@ const IMPLEMENTED_IN_MANY_FILES: [(&str, usize, &str); 4] = [
     ("group Group", 8, "the traits by which others know it, and what callers ask"),
 ];
 
-/// The types of `src/`, each as its file and name, with the files that have an `impl` of the type. If several files
-/// define a type of this name, an `impl` counts for the type of its file, or else of its folder.
+/// Returns the types of `src/`, each as its file and name, with the files that have an `impl` of the type. If several
+/// files define a type of this name, an `impl` counts for the type of its file, or else of its folder.
 fn implemented() -> BTreeMap<String, BTreeSet<String>> {
     let texts: Vec<(String, String)> = products().into_iter().map(|(file, code)| (file.join("/"), code)).collect();
     let name = |text: &str| -> String { text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
@@ -436,7 +436,7 @@ fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
 const PYTHON_LAYERS: [&str; 7] = ["cli", "parallel", "api", "observe", "protocols", "", "_private"];
 
 /// Imports from a higher part that are allowed. `register` sets up the log when the first group is created, other
-/// modules write to the log, and two ask `api.serve_as` for torch's own gloo, which `serve_as` keeps.
+/// modules write to the log, and two modules ask `api.serve_as` for torch's own gloo, which `serve_as` keeps.
 const PYTHON_UPWARD: [(&str, &str); 5] = [
     ("register.py", "observe"),
     ("alive.py", "observe"),

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use crate::common::this_program;
 use sagellm::engine::device::{Hints, Vendor, open, open_runtime};
 
-/// A folder of this process; its name contains the pid, so that processes do not share it.
+/// Returns a folder of this process; its name contains the pid, so that processes do not share it.
 fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {

@@ -33,8 +33,8 @@ fn groups(place: &[usize], settings: Settings, timeout: Duration) -> Vec<Arc<Gro
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Without strict mode, sums of f32 and bf16 may round at other points and differ a little from the reference. All
-/// other results are exact.
+/// Checks a result. Without strict mode, sums of f32 and bf16 may round at other points and differ a little from the
+/// reference. All other results are exact.
 fn check(spec: &Spec, buffers: &Buffers, me: usize, ranks: usize, strict: bool) {
     if strict || !spec.kind.reduces() || spec.dtype == Dtype::I32 || spec.op == ReduceOp::Max {
         return spec.check(buffers, me, ranks);
@@ -167,7 +167,7 @@ fn columns_give_the_bits_of_one_leader() {
 /// Sizes of messages that fit into a frame, that are one segment, and that are several segments.
 const SUMS: [usize; 6] = [1, 1000, 4083, 70_000, 300_001, 1_100_003];
 
-/// A sum. A large all_reduce is in place and in one piece, so that it works in its own memory.
+/// Returns a sum. A large all_reduce is in place and in one piece, so that the engine works in the tensor's own memory.
 fn sum(kind: Kind, dtype: Dtype, count: usize, seed: u64, ranks: usize) -> Spec {
     let spec = spec(kind, dtype, ReduceOp::Sum, count, seed, ranks);
     if kind == Kind::AllReduce && count > 1_000_000 { Spec { in_place: true, pieces: 1, ..spec } } else { spec }
@@ -215,13 +215,14 @@ fn rule_18_a_sum_has_the_same_bits_on_all_ranks_by_every_algorithm() {
     }
 }
 
-/// Like the program of `shm_collectives.rs`, on several hosts, with more small operations, so that they form batches.
+/// Runs a random program like that of `shm_collectives.rs`, on several hosts, with more small operations, which form
+/// batches.
 fn program(seed: u64, ops: usize, fusion: bool) {
     let mut random = Random::new(seed);
     let place = PLACES[random.below(PLACES.len())];
     let ranks = place.len();
     let settings = Settings { fusion, strict: true, ..Settings::default() };
-    // In two of three programs results are compared, which must raise no alarm.
+    // In two of three programs, the ranks compare their results, which must find no difference.
     let verify = Verify::parse(["off", "all", "sampled"][seed as usize % 3]).unwrap();
     let policy = Policy { verify, ..Policy::default() };
     let made = |_| Group::local_hosts_with(place, LONG, settings, local::links(ranks), &policy).unwrap();
@@ -377,7 +378,7 @@ fn ranks_that_come_late_change_nothing() {
 }
 
 /// From a certain size on, an all_reduce over three or more hosts with one rank each works in the tensors themselves.
-/// Tests sizes below and above it. Each rank in turn passes another reduce op.
+/// Tests sizes below and above this size. Each rank in turn passes a different reduce op from all others.
 #[test]
 fn rule_05_a_different_call_leaves_the_tensors_of_all_hosts_as_they_were() {
     for (place, count) in [(&[0, 1][..], 600_000), (&[0, 1, 2], 100), (&[0, 1, 2], 600_000), (&[0, 1, 2, 3], 600_000)] {
@@ -432,7 +433,8 @@ fn an_abort_ends_everything_on_all_hosts() {
         run(10).unwrap();
         ended.fetch_add(1, Relaxed);
         if me == 3 {
-            // The abort also fails a rank that is still in its first call, so it waits until no rank is.
+            // An abort would also fail a rank that is still in its first call, so this rank waits until all first calls
+            // have ended.
             let begin = std::time::Instant::now();
             while ended.load(Relaxed) < place.len() && begin.elapsed() < LONG {
                 std::thread::sleep(Duration::from_millis(1));

@@ -39,7 +39,8 @@ fn recv(group: &Group, from: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
     group.issue(message(Kind::Recv, from, tag, memory), None).unwrap()
 }
 
-/// Waits until another rank has come so far. If it never does, the assertions of the test fail.
+/// Waits until `came` returns true, but at most for `LONG`. If `came` is still false then, the assertions of the test
+/// fail.
 fn until(came: impl Fn() -> bool) {
     let begin = Instant::now();
     while !came() && begin.elapsed() < LONG {
@@ -107,7 +108,7 @@ fn start_memory(seed: u64, rank: usize) -> Vec<u8> {
     (0..MEMORY / 8).flat_map(|_| random.next().to_le_bytes()).collect()
 }
 
-/// The expected memory of all ranks after the steps, computed step by step.
+/// Returns the expected memory of all ranks after the steps, computed step by step.
 fn expected(seed: u64, ranks: usize, steps: &[Step]) -> Vec<Vec<u8>> {
     let mut all: Vec<Vec<u8>> = (0..ranks).map(|rank| start_memory(seed, rank)).collect();
     for step in steps {
@@ -128,7 +129,7 @@ fn expected(seed: u64, ranks: usize, steps: &[Step]) -> Vec<Vec<u8>> {
     all
 }
 
-/// The call of rank `me` in a step, or None if the rank takes no part in it.
+/// Returns the call of rank `me` in a step, or None if the rank takes no part in it.
 fn request(step: &Step, me: usize, memory: &mut [u8]) -> Option<Request> {
     match step {
         Step::Sum(part) => {
@@ -204,7 +205,8 @@ fn program(seed: u64, count: usize, carriers: &[Over]) {
             }
         }
         pending.into_iter().for_each(finish);
-        // After this collective, operations whose handles were dropped have ended too, because it uses the same memory.
+        // After this collective, operations whose handles were dropped have ended too, because the collective uses
+        // their memory.
         let spans = cut(&mut memory, 1, 1);
         groups[me].run(plain(Kind::AllReduce, 0, spans.clone(), spans), None).unwrap();
         let sums = expected[0]
@@ -270,7 +272,8 @@ fn rule_10_a_message_whose_handle_was_dropped_arrives() {
 }
 
 /// The root of a short broadcast returns before its peers call broadcast. Its connections must then be read although
-/// none of its threads waits in a call. An earlier version delayed the data, because a thread slept for a second there.
+/// none of its threads waits in a call. An earlier version delayed the data, because a thread slept for a second
+/// instead.
 #[test]
 fn a_broadcast_arrives_although_its_root_calls_nothing_more() {
     const TURNS: usize = 6;
@@ -314,7 +317,7 @@ fn a_sender_waits_once_a_window_of_its_letters_awaits_receives() {
         let receives: Vec<_> = received.iter_mut().map(|memory| recv(&groups[1], 0, 7, memory)).collect();
         sends.iter().chain(&receives).for_each(|op| op.wait(Some(SOON)).unwrap());
         assert!((0..10).all(|at| received[at] == content(at)));
-        // A message to the sender acknowledges that all letters were received, so the next sends complete at once
+        // A message to the sender acknowledges that all letters were received, so the next sends complete immediately
         // again.
         let (mut back, mut came) = (vec![1u8; 8], vec![0u8; 8]);
         send(&groups[1], 0, 1, &mut back).wait(Some(SOON)).unwrap();

@@ -40,7 +40,7 @@ fn data(bytes: usize, seed: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(seed * 2 + 13) >> 5) as u8).collect()
 }
 
-/// Number of established connections of processes of this network namespace whose local address is this one.
+/// Returns how many established connections in this network namespace have this local address and belong to a process.
 fn between(address: &str) -> usize {
     let ip: Ipv4Addr = address.parse().unwrap();
     let ip = format!("{:08X}:", u32::from_le_bytes(ip.octets()));
@@ -72,7 +72,7 @@ fn reset(address: &str) {
     }
 }
 
-/// Both ranks send messages of all sizes to each other.
+/// Sends messages of all sizes between both ranks, in both directions.
 fn talk(me: usize, link: &WireLink, turns: std::ops::Range<usize>) {
     for turn in turns {
         let bytes = [8, 3_000_001, 16 << 10, 100_000, 1, 8 << 20][turn % 6];
@@ -141,7 +141,7 @@ fn groups_are_made_and_closed_while_paths_are_reset() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !ended.load(Ordering::Relaxed) {
-                // The first path stays: until the others are added, no path could replace it.
+                // The first path is not reset: until the others are added, no path could replace it.
                 paths[1..].iter().for_each(|path| reset(path));
                 std::thread::sleep(Duration::from_micros(300));
             }

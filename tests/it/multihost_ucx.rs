@@ -1,4 +1,4 @@
-//! UCX in a process whose CPU tensors peers can reach: it may replace calls of the system that change mappings.
+//! UCX in a process with CPU tensors that peers can reach. UCX may replace the system calls that change mappings.
 
 #![allow(unsafe_code)] // moves a mapping
 

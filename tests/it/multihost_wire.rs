@@ -33,7 +33,7 @@ fn wires_over(over: &Over, count: usize) -> Vec<Arc<Wire>> {
     (0..count).map(|_| Wire::new(over).unwrap()).collect()
 }
 
-/// What may carry the frames: TCP, and UCX, over TCP and over shared memory, if it is installed.
+/// Returns what can carry the frames: TCP and, if UCX is installed, UCX over TCP and UCX over shared memory.
 pub fn carriers() -> Vec<Over> {
     let by_ucx = |settings: &[(&str, &str)]| {
         let settings = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
@@ -113,8 +113,8 @@ fn messages_of_each_tag_arrive_in_order_whatever_their_size() {
     }
 }
 
-/// Short messages, bodies that may be sent before they are asked for, and longer ones. Each of these sums is more than
-/// may be under way.
+/// Sends short messages, bodies that may be sent before they are asked for, and longer bodies. The messages of each
+/// sort have more bytes in total than may be in flight.
 #[test]
 fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
     for over in carriers() {
@@ -144,7 +144,8 @@ fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
     }
 }
 
-/// A rank that leaves waits for this, because a body that was sent before its request may still be on the way.
+/// A rank that leaves waits until its peers have taken what it sent, because a body that was sent before its request
+/// may still be on the way.
 #[test]
 fn a_sender_knows_when_what_it_sent_ahead_was_taken() {
     let (wires, store) = (wires_over(&Over::Tcp, 2), Memory::default());
@@ -343,7 +344,7 @@ fn the_mail_of_a_rank_that_leaves_is_handed_over_before_any_call_fails() {
                     let link = join(1);
                     posted.wait();
                     link.mail(0, vec![1]).unwrap();
-                    std::thread::sleep(Duration::from_millis(50)); // rank 0 takes it, and reads nothing meanwhile
+                    std::thread::sleep(Duration::from_millis(50)); // rank 0 is taking the mail, and reads nothing
                     link.mail(0, vec![2]).unwrap();
                     leave(link, &address);
                 });
@@ -541,13 +542,14 @@ fn caller_and_called() -> (Arc<Wire>, Arc<Wire>) {
     (two.pop().unwrap(), called)
 }
 
-/// An address that only one test uses, so that `sockets_at` counts only that test's sockets.
+/// Returns an address that only one test uses, so that `sockets_at` counts only that test's sockets.
 fn own_address(test: u8) -> String {
     let pid = std::process::id();
     format!("127.{}.{}.{}", 100 + test, pid >> 8 & 0xff, pid & 0xff)
 }
 
-/// Numbers of listening sockets and of connections that have this address at one end and that a process still holds.
+/// Returns how many listening sockets and how many connections have this address at one end and are still held by a
+/// process.
 fn sockets_at(address: &str) -> (usize, usize) {
     let ip: std::net::Ipv4Addr = address.parse().unwrap();
     let ip = format!("{:08X}:", u32::from_le_bytes(ip.octets()));
@@ -848,7 +850,8 @@ fn a_rank_that_does_not_come_is_named_at_the_deadline() {
     // Rank 1 has published its address and died.
     let gone = format!("wire/{:032x}/1", u128::from_be_bytes([1; 16]));
     store.set(&gone, format!("{:032x} 1 127.0.0.1", u128::MAX).as_bytes()).unwrap();
-    // A refusal ends the attempt at once, so this attempt needs no short deadline, which could end it earlier.
+    // A refusal ends the attempt immediately, so this attempt needs no short deadline. A short deadline could even end
+    // it before the refusal.
     let place = Place { timeout: PATIENT, ..place };
     let text = join(&wires[0], &place).err().expect("nobody listens there").text().to_string();
     assert!(text.contains("rank 1 at 127.0.0.1:1: Connection refused"), "{text}");

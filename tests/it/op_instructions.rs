@@ -2,11 +2,12 @@
 //! the cost of a change. Instruction counts do not drift, so this test finds a call that became longer and never fails
 //! because the machine is busy.
 //!
-//! A child process executes each scene, and this process steps the child's thread through it one instruction at a time
-//! (ptrace). The peer has issued its part of each call before, so the counted thread waits for no rank. That holds only
-//! for small operations: in larger ones the ranks wait for each other's rounds, and a busy machine lengthens the waits.
-//! The counts include this program's instructions and the number of its calls into other objects (libc, vdso). They do
-//! not include instructions of libc, because their number depends on the processor and on the version of libc.
+//! A child process executes each scene, and this process steps the child's thread through the scene one instruction at
+//! a time (ptrace). The peer has issued its part of each call before, so the counted thread waits for no rank. That
+//! holds only for small operations: in larger ones the ranks wait for each other's rounds, and a busy machine lengthens
+//! the waits. The counts include this program's instructions and the number of its calls into other objects (libc,
+//! vdso). They do not include instructions of libc, because their number depends on the processor and on the version of
+//! libc.
 
 #![cfg(target_arch = "x86_64")] // reads the instruction pointer from the thread's registers
 #![allow(unsafe_code)] // ptrace
@@ -27,9 +28,9 @@ use sagellm::stats::Stats;
 use sagellm::types::{Dtype, Kind, Request};
 
 /// Ceilings for instructions and for calls into other objects. Each ceiling is about 8 % above the least count of
-/// several runs (rustc 1.95, 2026-11-25), so that another compiler does not exceed it. A change that exceeds a ceiling
-/// must be made shorter. Otherwise the change raises the ceiling, and its commit message says what is gained by the
-/// instructions.
+/// several runs (rustc 1.95, 2026-11-25), so that the code of another compiler stays below it. A change that exceeds a
+/// ceiling must be made shorter. If that is impossible, the change raises the ceiling, and its commit message says what
+/// the instructions gain.
 const CEILINGS: [(&str, Count); 5] = [
     ("all_reduce of 8 bytes", Count { instructions: 4350, calls: 24 }),
     ("barrier", Count { instructions: 3375, calls: 22 }),
@@ -50,7 +51,7 @@ impl Count {
     }
 }
 
-/// The least number of instructions, and of calls, of several turns.
+/// Returns the least number of instructions, and of calls, of several turns.
 fn least(turns: &[Count]) -> Count {
     let of = |number: fn(&Count) -> u64| turns.iter().map(number).min().unwrap_or(u64::MAX);
     Count { instructions: of(|turn| turn.instructions), calls: of(|turn| turn.calls) }
@@ -88,7 +89,8 @@ fn barrier() -> Request {
     plain(Kind::Barrier, 0, Vec::new(), Vec::new())
 }
 
-/// Waits until the peer has usually published its part and its threads sleep. If not, a further turn is counted.
+/// Waits until the peer has usually published its part and its threads sleep. If they do not sleep yet, a further turn
+/// is counted.
 fn settle() {
     std::thread::sleep(Duration::from_millis(3));
 }
@@ -165,14 +167,14 @@ fn go_on(request: libc::c_uint, thread: i32, signal: i32) {
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// The address of the next instruction of a stopped thread.
+/// Returns the address of the next instruction of a stopped thread.
 fn instruction_pointer(thread: i32) -> u64 {
     let at = std::mem::offset_of!(libc::user_regs_struct, rip);
     // SAFETY: reads a register of a thread that `next_stop` found stopped.
     unsafe { libc::ptrace(libc::PTRACE_PEEKUSER, thread, at, 0) as u64 }
 }
 
-/// The address range of this program's code in the child.
+/// Returns the address range of this program's code in the child.
 fn code_of(child: u32) -> Range<u64> {
     let program = std::env::current_exe().unwrap();
     let maps = std::fs::read_to_string(format!("/proc/{child}/maps")).unwrap();

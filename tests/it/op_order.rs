@@ -44,8 +44,8 @@ fn issue(group: &Group, request: Request) -> Arc<Op> {
     group.issue(request, None).unwrap()
 }
 
-/// Issues sixteen all_reduces and drops their handles at once, then a barrier. After the barrier all results must be
-/// complete.
+/// Issues sixteen all_reduces and drops their handles immediately, then issues a barrier. After the barrier all results
+/// must be complete.
 fn barrier_ends_last(groups: &[Arc<Group>], bytes: usize, sync: bool) {
     let ranks = groups.len();
     on_ranks(ranks, |me| {
@@ -194,7 +194,7 @@ fn tensors_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) -
 }
 
 /// Lists of equal sums: two sizes swapped, two tensors merged into one, an empty tensor moved, and a call without a
-/// list. The units make some of them go through slots and others in rounds.
+/// list. Depending on the unit, the calls use slots or rounds.
 #[test]
 fn rule_05_lists_of_tensors_that_differ_are_found_with_the_place() {
     for kind in [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter] {
@@ -253,8 +253,8 @@ fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
     });
 }
 
-/// Two roots of one broadcast, which perhaps no rank detects in that call. The next broadcast must not deliver the data
-/// of the first one: a rank either gets the right data or an error.
+/// One broadcast has two roots, and perhaps no rank detects this in that call. The next broadcast must not deliver the
+/// data of the first one: a rank either gets the right data or an error.
 #[test]
 fn rule_05_a_disagreement_between_two_roots_never_shifts_a_later_operation() {
     let groups = groups(3);
@@ -371,7 +371,8 @@ fn rule_04_messages_on_the_same_memory_run_in_order() {
     }
 }
 
-/// A send that must wait is delivered before later sends of its tag. Later sends of another tag may overtake it.
+/// A send that must wait is delivered before later sends with the same tag. Later sends with another tag may overtake
+/// it.
 #[test]
 fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
     for bytes in SIZES {

@@ -23,7 +23,7 @@ use sagellm::types::{Dtype, Kind, ReduceOp};
 const RANKS: usize = 3;
 /// The rank that is killed or stopped.
 const VICTIM: usize = 1;
-/// The deadline of every operation, and of the test's own waits. Nothing here comes close to it.
+/// The deadline of every operation, and of the test's own waits. Nothing in a passing test takes nearly as long.
 const PATIENT: Duration = Duration::from_secs(60);
 /// How long ranks wait for a peer that was killed while it joined.
 const JOINING: Duration = Duration::from_secs(4);
@@ -65,7 +65,8 @@ fn turn(group: &Group, me: usize, over: Over, turn: usize) -> Result<(), Error> 
     for (at, (count, reachable)) in sizes.into_iter().enumerate() {
         let spec = Spec {
             kind: Kind::AllReduce,
-            // Between hosts the order of a large sum depends on the measured link, which integers do not show.
+            // Between hosts the order of a large sum depends on the measured link, but sums of integers are the same in
+            // any order.
             dtype: Dtype::I32,
             op: ReduceOp::Sum,
             root: 0,
@@ -118,8 +119,8 @@ fn signal_self(signal: i32) {
 static TURN: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the hook that acts at the points. `kill N` acts when point N is reached for the second time, so that there
-/// are calls before and after it; if a point is reached only once, it acts then. `stop` acts once at each point,
-/// `delay` at one point in each turn and at no other.
+/// are calls before and after it; if a point is reached only once, it acts at that time. `stop` acts once at each
+/// point. `delay` acts at one point in each turn.
 fn set_hook(act: &str, over: Over) -> fault_points::Hook {
     let (act, at) = act.split_once(' ').unwrap_or((act, "0"));
     let (act, at) = (act.to_string(), at.parse::<usize>().unwrap());
@@ -200,7 +201,7 @@ fn as_a_rank() {
     };
     print_outcome(run());
     if act.starts_with("kill") {
-        // If this rank or its group ended first, the other rank might name this one instead of rank 1.
+        // If this rank or its group ended first, the other rank might name this rank instead of rank 1.
         let end = Instant::now() + PATIENT;
         std::fs::write(store.0.join(format!("over-{me}")), "").unwrap();
         while !store.0.join(format!("over-{}", RANKS - 1 - me)).exists() && Instant::now() < end {
@@ -214,7 +215,7 @@ fn as_a_rank() {
 
 /// Rank 0 is stopped while rank 2 sends it more than the connection holds. Rank 1 kills itself, so rank 2 fails and
 /// ends. Then rank 0 is continued and answers some of the messages, so data arrives for a process that has ended. If
-/// `ACT` is "both", rank 0 sends as much to rank 2.
+/// `ACT` is "both", rank 0 sends the same amount to rank 2.
 #[test]
 #[ignore = "the other tests of this file run it as a separate process"]
 fn as_a_rank_that_reads_late() {
@@ -275,7 +276,7 @@ impl log::Log for Slow {
 }
 
 /// Rank 0 waits for rank 2. Rank 1 kills itself. A thread of rank 2 detects the death. The program of rank 2 sees the
-/// fault at once and leaves.
+/// fault immediately and leaves.
 #[test]
 #[ignore = "the other tests of this file run it as a separate process"]
 fn as_a_rank_that_leaves_at_once() {
@@ -396,7 +397,7 @@ fn killed_at(over: Over, point: FaultPoint) -> Option<String> {
         let right = match point {
             // All calls had ended.
             FaultPoint::Leaving | FaultPoint::Cutting => finds("done\n"),
-            // A rank that cannot reach rank 1 stops joining, so the third rank may name that rank.
+            // A rank that cannot reach rank 1 stops joining, so the third rank may name this rank and not rank 1.
             FaultPoint::Joining => {
                 let named = |text: &str| {
                     text.contains("failed System rank 1 at 127.0.0.1:")
@@ -466,7 +467,7 @@ fn a_rank_that_leaves_at_once_has_reported_the_fault() {
     }
 }
 
-/// Each rank ends without an error, and rank 1 reports the action at each point.
+/// Checks that each rank ends without an error, and that rank 1 reports the action at each point.
 fn all_end_well_with(act: &str, done: &str) {
     for over in Over::ALL {
         let ends = Ranks::start(over, act).end();

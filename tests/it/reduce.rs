@@ -48,8 +48,8 @@ const RARE_32: [u32; 10] =
 const RARE_64: [u64; 10] =
     [0, 1 << 63, 0x7ff << 52, 0xfff << 52, (0x7ff << 52) + 1, 0xfff8_0000_0000_1234, 1, (1 << 52) - 1, !0 >> 1, !0];
 
-/// Random elements. If `wild`, all bit patterns, one in four of them rare; else numbers near 1, whose sums and products
-/// stay finite.
+/// Returns random elements. If `wild`, they may have any bit pattern, and one in four has a rare one. Otherwise they
+/// are near 1, so that their sums and products stay finite.
 fn fill(random: &mut Random, dtype: Dtype, wild: bool, elements: usize) -> Vec<u8> {
     let (part, parts) = match dtype {
         Dtype::C32 => (Dtype::F16, 2),
@@ -81,7 +81,7 @@ fn fill(random: &mut Random, dtype: Dtype, wild: bool, elements: usize) -> Vec<u
     bytes
 }
 
-/// A copy of some bytes whose address is `offset` past a multiple of 64, with a frame around it.
+/// A copy of some bytes, with a frame around it. The copy's address is `offset` past a multiple of 64.
 struct Placed {
     memory: Vec<u8>,
     start: usize,
@@ -97,7 +97,8 @@ impl Placed {
         Placed { memory, start, bytes: content.len() }
     }
 
-    /// Makes no slice, because that would end the right to write through an earlier result.
+    /// Returns a pointer to the copy. Makes no slice, because a slice would end the right to write through pointers
+    /// that were returned before.
     fn at(&mut self) -> *mut u8 {
         self.memory.as_mut_ptr().wrapping_add(self.start)
     }
@@ -148,7 +149,7 @@ fn assert_same(dtype: Dtype, got: &[u8], expected: &[u8], what: &dyn std::fmt::D
     }
 }
 
-/// The factor of each rank for PREMUL_SUM; whole numbers for integer types. Empty for other reduce ops.
+/// Returns the factor of each rank for PREMUL_SUM; whole numbers for integer types. Empty for other reduce ops.
 fn factors_of(dtype: Dtype, op: ReduceOp, ranks: usize) -> Vec<f64> {
     let whole = !is_float(dtype) && !is_complex(dtype);
     match op {
@@ -240,7 +241,7 @@ fn cutting_does_not_change_a_bit() {
     }
 }
 
-/// Reduces every f16 and bf16 value with every kernel, times several factors, so that the results to be rounded are
+/// Multiplies every f16 and bf16 value by several factors, with every kernel, so that the results to be rounded are
 /// arbitrary f32 numbers.
 #[test]
 #[cfg_attr(miri, ignore = "takes Miri minutes, and is about numbers alone")]

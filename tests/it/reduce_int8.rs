@@ -3,8 +3,8 @@
 use sagellm::reduce::Level;
 use sagellm::reduce::int8::{decode, encode, encoded_bytes, largest, sum};
 
-/// Numbers of all magnitudes. One in eight is an extreme; with `beyond`, one in several hundred is an infinity or a
-/// NaN.
+/// Returns numbers of all magnitudes. One in eight is an extreme; with `beyond`, one in several hundred is an infinity
+/// or a NaN.
 fn numbers(seed: u64, count: usize, beyond: bool) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

@@ -81,7 +81,7 @@ fn word(met: &Met, size: usize, rank: usize) -> &AtomicU32 {
     unsafe { AtomicU32::from_ptr(met.segment.ptr(hello_bytes(size) + 4 * rank, 4).cast()) }
 }
 
-/// Every rank writes a word and must read the words of all ranks.
+/// Checks that, after every rank has written a word, every rank reads the words of all ranks.
 fn assert_one_memory(met: &[Met]) {
     let size = met.len();
     for (rank, one) in met.iter().enumerate() {
@@ -184,9 +184,9 @@ fn until(what: &str, came: impl Fn() -> bool) {
     }
 }
 
-/// Runs rank 0, which gives up after `timeout`, and `others` of a group of `size` ranks. Returns the text of each rank's
-/// error. Rank 0 starts when the store has new records of the others, so that it waits for them only to act. The others
-/// have more time, so that rank 0's error ends their waits.
+/// Runs rank 0 and the ranks `others` of a group of `size` ranks; rank 0 gives up after `timeout`. Returns the text of
+/// each rank's error. Rank 0 starts when the store has new records of the others, so that its timeout does not include
+/// their start. The others have more time, so that rank 0's error ends their waits.
 fn texts_without_all(store: &Memory, timeout: Duration, others: &[usize], size: usize) -> Vec<String> {
     let record = |rank: &usize| store.try_get(&format!("r/{rank}")).unwrap();
     let old: Vec<_> = others.iter().map(record).collect();
@@ -202,7 +202,7 @@ fn texts_without_all(store: &Memory, timeout: Duration, others: &[usize], size: 
     })
 }
 
-/// Timeouts of rank 0. A test takes the next one if a rank was late that is not missing, as on a busy machine.
+/// Timeouts of rank 0. A test tries the next one if a rank came late that should not be missing, as on a busy machine.
 const TIMEOUTS: [Duration; 3] = [Duration::from_millis(400), Duration::from_millis(1600), Duration::from_millis(6400)];
 
 #[test]
@@ -222,7 +222,7 @@ fn a_missing_rank_is_named_on_every_rank_that_came() {
 }
 
 /// Before rank 0 has given up, it says in the store for which ranks it waits. A rank that gives up earlier reports this
-/// if it comes from the rank 0 that knows its record.
+/// text, if the text comes from a rank 0 that has read this rank's record.
 #[test]
 fn a_rank_that_gives_up_first_says_for_whom_rank_zero_waits() {
     struct Waits(Memory, bool);
@@ -512,7 +512,8 @@ fn an_interrupt_ends_the_wait_and_tells_the_others() {
             self.0.load(Ordering::Relaxed)
         }
     }
-    /// Knows whether rank 0 has read the record of rank 1. Rank 0 tells only the ranks that it knows.
+    /// A store that knows whether rank 0 has read the record of rank 1. Rank 0 sends its error only to ranks whose
+    /// record it has read.
     #[derive(Default)]
     struct Observed(Memory, AtomicBool);
     impl Store for Observed {
@@ -660,7 +661,7 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
     let id = first.group_peers.id();
     let before = open_descriptors();
     // First, groups with the same processes in every rotation of the ranks. Then two groups at a time, from two threads
-    // that start with different ones.
+    // that start with different groups.
     let mut groups: Vec<Met> = Vec::new();
     for turn in 0..20 {
         let member = (rank + turn) % size;
@@ -682,7 +683,7 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
         });
         groups.extend(both);
     }
-    // A group of two of the three processes, with another process as rank 0.
+    // A group of two of the three processes, whose rank 0 is not rank 0 of the first group.
     if rank > 0 {
         groups.push(group("part", size - 1 - rank, size - 1));
     }
@@ -700,7 +701,7 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
     }
     let anew = group("anew", rank, size);
     assert_ne!(anew.group_peers.id(), id);
-    // If the processes have several sets of known peers in common, the group uses the oldest.
+    // If the processes have several sets of known peers in common, the group uses the oldest set.
     let again = group("again", rank, size);
     assert_eq!(again.group_peers.id(), anew.group_peers.id());
     // No process exits before all are done, because its exit would be reported as the death of a known peer.
@@ -722,8 +723,7 @@ fn rule_25_further_groups_of_the_same_processes_cost_no_descriptor() {
     fs::remove_dir_all(&store.0).unwrap();
 }
 
-/// From now on the kernel refuses memfds and pidfds to this thread and to all threads that it starts, as in some
-/// containers.
+/// Makes the kernel refuse memfds and pidfds to this thread and to all threads that it starts, as in some containers.
 fn deny_new_calls() {
     let instruction = |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: code as u16, jt, jf, k };
     let load = |offset: u32| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0);
@@ -891,7 +891,8 @@ fn rule_22_time_spent_stopped_does_not_count() {
     std::thread::sleep(IMPATIENT + Duration::from_millis(500));
     let met = std::thread::scope(|scope| {
         let zero = scope.spawn(|| shared(meet(&config(0, 2, GENEROUS), &store, &Quiet, &bytes(2))));
-        // Rank 1 continues when it only has to read the decision, because its time counts again.
+        // Once rank 1 continues, its time counts again. So it continues only when nothing is left but to read the
+        // decision.
         until("the decision", || store.try_get("verdict").unwrap().is_some());
         signal(&other, libc::SIGCONT);
         zero.join().unwrap()
@@ -919,7 +920,7 @@ fn meeting_and_watching_leak_no_descriptor() {
 #[test]
 fn nothing_is_inherited_by_programs_that_are_started() {
     let store = Files::new();
-    // In this process a library of others (UCX) may open sockets meanwhile.
+    // Runs in a child, because in this process a third-party library (UCX) may open sockets meanwhile.
     assert!(process("inherited", &store.0, 0, 1).wait().unwrap().success());
     fs::remove_dir_all(&store.0).unwrap();
 }

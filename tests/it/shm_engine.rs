@@ -2,10 +2,10 @@
 //! the group above it. The ranks are coroutines of one thread. At each fault point, and between two passes, a different
 //! rank may run. A rank may also end at a fault point, as a killed process does, or leave.
 //!
-//! What this does not show: accesses between two fault points are not interrupted (`shm_protocol.rs` interrupts each
-//! access, but of the protocol alone), and there is one order of all accesses. Ranks poll, so sleeping and the kernel
-//! are left out. In `random_programs_of_ranks_that_poll_on_threads_give_the_reference` ranks are threads, and
-//! `make miri` runs it under the memory model of the language. There the test fails if a store that should be a
+//! What this does not test: no other rank runs between two fault points of a rank (`shm_protocol.rs` switches ranks at
+//! each access, but runs the protocol alone), and there is one order of all accesses. Ranks poll, so sleeping and the
+//! kernel are left out. In `random_programs_of_ranks_that_poll_on_threads_give_the_reference` ranks are threads, and
+//! `make miri` runs this test under the memory model of the language. Under Miri it fails if a store that should be a
 //! release is not one; no schedule and no x86 processor shows that.
 
 use std::cell::RefCell;
@@ -68,8 +68,8 @@ const SIZES: Sizes = Sizes {
     reachable: &[3000, 9000, 20_000],
 };
 
-/// A program, and whether it is a burst. In a burst nearly all calls are messages between two ranks, more than a pair
-/// has room for in its envelopes or grants.
+/// Returns a program, and whether it is a burst. In a burst nearly all calls are messages between two ranks, more than
+/// fit into the envelopes or grants of this pair.
 fn program(random: &mut Random, count: usize, calls: usize, sizes: &Sizes) -> (Vec<Call>, bool) {
     let burst = random.below(4) == 0;
     let lengths: &[usize] = random.pick(&[&[8, 100], &[8, 3000, 5000], &[5000]]);
@@ -150,7 +150,7 @@ impl Rank {
         self.check();
     }
 
-    /// One pass. True if something moved.
+    /// Makes one pass. Returns true if something moved.
     fn poll(&mut self) -> bool {
         let moved = self.engine.poll(&mut self.ended).unwrap_or_else(|error| panic!("rank {}: {error}", self.me));
         self.check();
@@ -170,7 +170,7 @@ impl Rank {
     }
 }
 
-/// The default rules, or rules by which a call of some KiB takes several rounds.
+/// Returns the default rules, or rules by which a call of some KiB takes several rounds.
 fn policy(short_rounds: bool) -> Arc<Policy> {
     let rules = if short_rounds { "*:2KiB-=rounds(1KiB)" } else { "" };
     Arc::new(Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() })
@@ -179,7 +179,7 @@ fn policy(short_rounds: bool) -> Arc<Policy> {
 /// Ends a rank at a fault point.
 struct Killed;
 
-/// Which rank ends, and how many fault points it passes before.
+/// Which rank ends, and how many fault points it passes before its end.
 #[derive(Clone, Copy)]
 struct Death {
     rank: usize,
@@ -255,7 +255,8 @@ fn schedule(count: usize, calls: usize, death: bool) {
     drop(hook);
 }
 
-/// The program of one rank. Returns when all its calls have ended, or when a rank has ended and nothing moves any more.
+/// Runs the program of one rank. Returns when all its calls have ended, or when a rank has ended and nothing moves any
+/// more.
 fn run(rank: &mut Rank, program: &[Call], window: usize, house: &House, pause: &dyn Fn()) {
     let mut calls = program.iter();
     // Calls that were found to need the dead rank; these must not end.
@@ -284,8 +285,8 @@ fn run(rank: &mut Rank, program: &[Call], window: usize, house: &House, pause: &
             }
             let all = (0..rank.ranks).filter(|q| *q != dead).all(|q| house.quiet[q].load(Relaxed) > moves);
             if all && house.moves.load(Relaxed) == moves {
-                // No rank can move anything. So each pending call waits for the dead rank directly, or for a rank or a
-                // call that does.
+                // No rank can move anything. So each pending call waits for the dead rank, or for a rank or a call that
+                // directly or indirectly waits for it.
                 check_reasons(rank, dead);
                 return;
             }
@@ -295,7 +296,7 @@ fn run(rank: &mut Rank, program: &[Call], window: usize, house: &House, pause: &
     house.quiet[rank.me].store(u64::MAX, Relaxed);
 }
 
-/// Each pending call of a rank must name what it waits for: the dead rank, another rank, or an earlier call.
+/// Checks that each pending call of a rank names what it waits for: the dead rank, another rank, or an earlier call.
 fn check_reasons(rank: &Rank, dead: usize) {
     let gone = |q| q == dead;
     let waits_for_others = (0..rank.ranks).any(|q| q != rank.me && rank.engine.needs(q, &gone).is_some());
@@ -312,7 +313,7 @@ fn random_programs_of_ranks_that_poll_on_threads_give_the_reference() {
         let count = 2 + seed as usize % 3;
         let (program, _) = program(&mut Random::new(seed), count, calls, &SMALL);
         let house = House::new(count);
-        // No function asks the system how much memory is free, because Miri warns about that.
+        // These areas do not ask the system how much memory is free, because Miri warns about that.
         let areas = sagellm::engine::local::areas(count).unwrap().into_iter();
         let areas: Vec<_> = areas.map(|area| Arc::new(Arc::into_inner(area).unwrap().with_headroom(|| None))).collect();
         let policy = policy(seed % 2 == 0);

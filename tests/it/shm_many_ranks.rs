@@ -20,7 +20,7 @@ fn groups(ranks: usize) -> Vec<Arc<Group>> {
     Group::local(ranks, Duration::from_secs(300)).unwrap()
 }
 
-/// A rank's memory as 32-bit numbers. Each number is computed from its source, so that any rank can check it alone.
+/// A rank's memory as 32-bit numbers. A formula gives each number, so that any rank can check it alone.
 struct Numbers(Vec<u8>);
 
 impl Numbers {
@@ -149,8 +149,8 @@ fn every_pair_of_many_ranks_exchanges_a_message() {
     });
 }
 
-/// Every other rank sends several large messages to rank 0, which has fewer channels than senders. Rank 0 posts one
-/// receive for each named rank, the last rank first, and receives from `ANY_RANK` in between.
+/// All ranks except rank 0 send several large messages to rank 0, which has fewer channels than senders. Rank 0 posts
+/// one receive for each named rank, the last rank first, and receives from `ANY_RANK` in between.
 #[test]
 fn more_senders_than_channels_all_get_through() {
     const EACH: usize = 3;
@@ -185,8 +185,8 @@ fn more_senders_than_channels_all_get_through() {
     });
 }
 
-/// Rank 0 sends a large message to every rank, and each rank receives only after the next higher rank has. No message
-/// that waits for its receive may hold a channel that another message needs (rule 20).
+/// Rank 0 sends a large message to every rank, and each rank receives only after the next higher rank has received. No
+/// message that waits for its receive may hold a channel that another message needs (rule 20).
 #[test]
 fn rule_20_large_messages_without_a_receive_hold_up_no_others() {
     let ranks = ranks();

@@ -14,13 +14,13 @@ fn groups(ranks: usize) -> Vec<Arc<Group>> {
     Group::local(ranks, Duration::from_secs(60)).unwrap()
 }
 
-/// The algorithm of the last collective of this rank.
+/// Returns the algorithm of the last collective of this rank.
 fn last_path(group: &Group) -> String {
     let past = group.explain_number(group.sequence()).expect("a collective was called").past.expect("it has ended");
     past.choice.expect("it has ended").path.to_string()
 }
 
-/// Whether the explanation of this rank's last collective says what was recorded.
+/// Returns whether the explanation of this rank's last collective says what was recorded.
 fn explains_its_record(group: &Group) -> bool {
     let found = group.explain_number(group.sequence()).expect("a collective was called");
     Some(found.choice) == found.past.expect("it has ended").choice

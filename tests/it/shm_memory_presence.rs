@@ -51,8 +51,8 @@ fn message(groups: &[Arc<Group>], (from, to): (usize, usize), named: bool, bytes
     })
 }
 
-/// The parts that are present, with the rank of each. A part must be present completely or not at all: single pages
-/// would mean that a rank touched a part without need.
+/// Returns the parts that are present, with the rank of each. A part must be present completely or not at all: single
+/// pages would mean that a rank touched a part without need.
 fn present(areas: &[Arc<Area>]) -> Vec<(usize, Part)> {
     let (segment, layout) = (areas[0].segment(), &areas[0].layout);
     let mut pages = vec![0u8; segment.len().div_ceil(page_size())];
@@ -74,7 +74,7 @@ fn all_of(ranks: usize, parts: &[Part]) -> Vec<(usize, Part)> {
     (0..ranks).flat_map(|rank| parts.iter().map(move |part| (rank, *part))).collect()
 }
 
-/// After each operation exactly the parts that it and the earlier operations needed are present.
+/// After each operation, exactly those parts are present that this operation and the earlier ones needed.
 #[test]
 fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_before() {
     for ranks in [2, 3, 17] {

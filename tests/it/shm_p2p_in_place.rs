@@ -1,6 +1,6 @@
-//! Messages whose sender's tensor the receiver can map: they are read in place, with the same result as staged ones,
-//! and a sender that fails meanwhile is noticed. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills
-//! processes.
+//! If the receiver can map the sender's tensor, it reads the message in place. The result is the same as that of a
+//! staged message, and the receiver notices if the sender fails meanwhile. Ranks are threads;
+//! `tests/py/fault/test_reachable.py` stops and kills processes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -19,7 +19,7 @@ fn groups(ranks: usize) -> Vec<Arc<Group>> {
     Group::local(ranks, LONG).unwrap()
 }
 
-/// Waits until another rank has come so far. Returns false if it never does.
+/// Waits until `came` returns true, but at most for `LONG`. Returns whether it did.
 fn until(came: impl Fn() -> bool) -> bool {
     let end = Instant::now() + LONG;
     while !came() && Instant::now() < end {
@@ -48,7 +48,7 @@ impl Turns {
         self.turn += 1;
         self.happened += usize::from(happened);
     }
-    /// A pause that is longer in each of 40 turns.
+    /// Pauses, in each of 40 turns for longer than in the one before.
     fn pause(&self, step: Duration) {
         std::thread::sleep(step * (self.turn % 40) as u32);
     }
@@ -70,7 +70,7 @@ fn memory(bytes: Vec<u8>, shared: bool) -> Memory {
     if shared { Memory::shared(&bytes) } else { Memory::Own(bytes) }
 }
 
-/// The messages of this rank that ended, in the order of issue: whether each was read in place.
+/// Returns, for each message of this rank that ended, in the order of issue, whether it was read in place.
 fn in_place(group: &Group) -> Vec<bool> {
     let records = group.records();
     let messages = records.iter().filter(|record| record.kind.is_p2p());
@@ -274,7 +274,7 @@ fn as_ranks_that_both_copy() {
         });
         on_ranks(2, |me| {
             let mut data = memory(if me == 0 { filled(BYTES, 3) } else { vec![0; BYTES] }, me == 0 || shared);
-            // Counts only what this thread claims, which waits for the send.
+            // Counts only what rank 0's own thread claims, not what a progress thread claims.
             let claimed = Arc::clone(&claimed);
             let _hook = on_this_thread(move |point| {
                 if me == 0 && point == FaultPoint::RangeClaimed {
@@ -292,8 +292,8 @@ fn as_ranks_that_both_copy() {
     }
 }
 
-/// A sender looks for its share when the receiver has already read its message and lent the channel to another rank.
-/// The sender must leave that rank's message alone.
+/// A sender looks for its share when the receiver has already read the sender's message and lent the channel to another
+/// rank. The sender must leave that rank's message alone.
 #[test]
 fn rule_20_a_sender_that_looks_late_takes_no_share_of_another_ranks_message() {
     // In its own process, because the hook acts on every thread: a progress thread may drive a rank.
@@ -359,8 +359,8 @@ fn as_ranks_of_which_one_looks_late() {
     });
 }
 
-/// The receiver gives up while the sender copies into its output, and its program uses the output again: nothing changes
-/// there any more.
+/// The receiver gives up while the sender copies into the receiver's output, and the receiver's program uses the output
+/// again. From then on the sender changes nothing there.
 #[test]
 pub fn rule_36_a_sender_that_copies_late_changes_nothing_after_the_receive_has_failed() {
     let mut turns = Turns::new(4);

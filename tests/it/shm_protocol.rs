@@ -142,7 +142,7 @@ fn with_many_ranks(schedules: u64, depth: u64, program: impl Fn(&Memory, usize) 
     }
 }
 
-/// What rank `rank` writes for operation or round `n`.
+/// Returns what rank `rank` writes for operation or round `n`.
 fn payload(rank: usize, n: u64) -> u64 {
     n * 100 + rank as u64
 }
@@ -357,7 +357,7 @@ fn channels_pass_among_many_senders_without_mixing_messages() {
     }
 }
 
-/// The wake words of all ranks, with the kernel's futex as a lock and a condition variable.
+/// The wake words of all ranks. A lock and a condition variable take the place of the kernel's futex.
 struct Doors {
     news: Vec<Shared>,
     wakes: Vec<SharedWord>,

@@ -45,7 +45,7 @@ fn spec(random: &mut Random, ranks: usize, largest: usize) -> Spec {
     }
 }
 
-/// The memory of a rank's result.
+/// Returns the memory of a rank's result.
 fn result<'a>(spec: &Spec, buffers: &'a Buffers, me: usize) -> &'a [u8] {
     if spec.kind == Kind::Broadcast && me == spec.root { &buffers.input } else { buffers.result() }
 }

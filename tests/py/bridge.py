@@ -22,7 +22,7 @@ FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?
 
 
 def bridged() -> list[str]:
-    """Every function that one language calls in the other: `Type::name`, or `name` alone."""
+    """Returns every function that one language calls in the other: `Type::name`, or `name` alone."""
     found = []
     for file in FILES:
         source = (ROOT / "src" / "ffi" / file).read_text()
@@ -36,7 +36,7 @@ def bridged() -> list[str]:
 
 
 def tests() -> list[str]:
-    """The tests that BRIDGE.md names, as arguments for pytest."""
+    """Returns the tests that BRIDGE.md names, as arguments for pytest."""
     table = (ROOT / "tests" / "py" / "BRIDGE.md").read_text()
     names = set(re.findall(r"`(test_\w+)`", table))
     files = {path: path.read_text() for path in sorted((ROOT / "tests" / "py").rglob("test_*.py"))}
@@ -49,7 +49,8 @@ def tests() -> list[str]:
 
 
 def called(target: Path, counters: Path) -> set[str]:
-    """The functions that were called in any process. `target` holds the build, `counters` a folder for each process."""
+    """Returns the functions that were called in any process. `target` holds the build, `counters` a folder for each
+    process."""
     found: set[str] = set()
     for name in FILES:
         notes = list(target.rglob(f"*-{name}.gcno"))
@@ -61,7 +62,7 @@ def called(target: Path, counters: Path) -> set[str]:
 
 
 def called_in(notes: Path, counted: list[Path]) -> set[str]:
-    """The functions of one file of the bridge that were called."""
+    """Returns the functions of one file of the bridge that were called."""
     found: set[str] = set()
     for file in counted:
         # gcov looks for the notes in the folder of the counts.
@@ -81,8 +82,8 @@ def called_in(notes: Path, counted: list[Path]) -> set[str]:
 
 
 def plain(symbol: str) -> str:
-    """The name in the source, such as `RustOp::wait`, for a C++ function (`sagellm::RustOp::wait(long) const`) or for a
-    symbol of cxx, which has `$` in place of `::`."""
+    """Returns the name in the source, such as `RustOp::wait`, for a C++ function (`sagellm::RustOp::wait(long) const`)
+    or for a symbol of cxx, which has `$` in place of `::`."""
     if "$cxxbridge" in symbol:
         return re.sub(r"^.*\$cxxbridge\d+\$(\d+\$)?", "", symbol).replace("$", "::")
     return symbol.split("(")[0].removeprefix("sagellm::")

@@ -57,7 +57,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Prints a line at once, although pytest captures the output of tests. For tests that take minutes."""
+    """Prints a line immediately, although pytest captures the output of tests. For tests that take minutes."""
 
     def line(text: str) -> None:
         with capsys.disabled():

@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 
 def line_in(file: str, mark: str) -> int:
-    """The number of the line that ends with this mark as a comment."""
+    """Returns the number of the line that ends with this mark as a comment."""
     lines = Path(file).read_text().splitlines()
     found = [number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
     assert len(found) == 1, f"{mark}: {found}"
@@ -22,7 +22,7 @@ def line_in(file: str, mark: str) -> int:
 
 
 def plain(text: str) -> str:
-    """The text without the parts that differ from run to run."""
+    """Returns the text without the parts that differ from run to run."""
     text = re.sub(r" \(reported by rank \d+\)", "", text)
     text = re.sub(r"\bpid \d+", "pid <pid>", text)
     text = re.sub(r"\bhost [\w.-]+", "host <host>", text)

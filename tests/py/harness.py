@@ -5,10 +5,11 @@ tests share one pool of processes. `launch(fn, 3, ...)` starts fresh processes, 
 and returns a `Job` whose every wait has a limit. All ranks are forks of one zygote that has imported torch.
 
 Programs and commands are started by `run_script`, as a user starts them. `torchrun`, and other callers on request,
-start them *warm*: in a fork that has imported torch and otherwise equals a fresh interpreter (`warm.py`). Tests of
-an import, of signals to a program and of its parent start a fresh interpreter. So does one test of each other kind:
-torchrun of an example (`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing script, `doctor` with
-its ranks (`test_doctor_lets_two_ranks_talk`), and the first program and the first command of the pages (`test_docs`).
+start them *warm*: in a fork that has imported torch and otherwise equals a fresh interpreter (`warm.py`). Tests of an
+import, of signals to a program and of a program's parent start a fresh interpreter. So does one test of each other
+kind: torchrun of an example (`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing script,
+`doctor` with its ranks (`test_doctor_lets_two_ranks_talk`), and the first program and the first command of the pages
+(`test_docs`).
 
 The parts are in three files: `in_rank.py`, `jobs.py` and `scripts.py`. Tests import their names from here.
 

@@ -25,13 +25,13 @@ TIMES_WORKS = hasattr(torch._C._distributed_c10d.Backend, "_enable_collectives_t
 
 
 def torch_at_least(major: int, minor: int) -> bool:
-    """Whether torch has at least this version; for tests of features that older versions lack or implement
+    """Returns whether torch has at least this version; for tests of features that older versions lack or implement
     differently."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
 
 
 def error_of(work: Any) -> BaseException | None:
-    """The error of a Work that has ended; torch 2.11 cannot give it to Python, but its wait raises it."""
+    """Returns the error of a Work that has ended; torch 2.11 cannot give it to Python, but its wait raises it."""
     if torch_at_least(2, 12):
         found: BaseException | None = work.exception()
         return found
@@ -70,7 +70,7 @@ class Context:
     conn: Connection = field(repr=False)
 
     def store(self, key: str | None = None) -> dist.Store:
-        """A client of the session's store, with this job's prefix. The server is the test process."""
+        """Returns a client of the session's store, with this job's prefix. The server is the test process."""
         client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30))
         return dist.PrefixStore(key or self.key, client)
 
@@ -96,7 +96,7 @@ class Context:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of the default group's later operations. A test in which a short timeout elapses calls this
-        after the first operation, because that one takes longer on a busy machine."""
+        after the first operation, because the first operation takes longer on a busy machine."""
         group = dist.distributed_c10d._get_default_group()
         if hasattr(dist, "set_timeout"):
             group.set_timeout(timeout)

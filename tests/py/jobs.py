@@ -49,7 +49,7 @@ class Zygote:
 
     @classmethod
     def get(cls) -> Zygote:
-        """The session's zygote."""
+        """Returns the session's zygote."""
         if cls._one is None or cls._one.process.poll() is not None:
             cls._one = Zygote()
             atexit.register(cls._one.close)
@@ -71,7 +71,7 @@ class Zygote:
             return self._reply()
 
     def next_key(self) -> str:
-        """A new prefix in the store."""
+        """Returns a new prefix in the store."""
         with self.lock:
             self.jobs += 1
             return f"job{self.jobs}"
@@ -116,7 +116,7 @@ class Rank:
         self.pidfd: int | None = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """The exit code, or None while the rank runs."""
+        """Returns the exit code, or None while the rank runs."""
         if self.code is None:
             self.code = Zygote.get().ask({"poll": self.pid})["status"]
         if self.code is not None and self.pidfd is not None:
@@ -147,7 +147,7 @@ class Rank:
                 self.outcome.error, self.said = message[1], True
 
     def output(self) -> str:
-        """Everything that the rank has printed so far."""
+        """Returns everything that the rank has printed so far."""
         return without_noise(self.log.read_text(errors="replace")) if self.log.exists() else ""
 
 
@@ -203,7 +203,7 @@ class Job:
         return Rank(rank, zygote.ask({"spawn": order})["pid"], log)
 
     def pid(self, rank: int) -> int:
-        """The process id of a rank."""
+        """Returns the process id of a rank."""
         return self.ranks[rank].pid
 
     def signal(self, rank: int, number: int) -> None:
@@ -293,7 +293,7 @@ class Job:
             each.pump()
 
     def report(self) -> str:
-        """Everything that is known about every rank, for the message of a failing test."""
+        """Returns everything that is known about every rank, for the message of a failing test."""
         lines = []
         for each in self.ranks:
             each.pump()
@@ -348,7 +348,7 @@ class Pool:
 
     @classmethod
     def get(cls) -> Pool:
-        """The session's pool."""
+        """Returns the session's pool."""
         if cls._one is None:
             cls._one = Pool()
             atexit.register(cls.end)

@@ -8,5 +8,5 @@ SHARED = 4
 
 
 def patience(seconds: float) -> float:
-    """The time limit for something that takes up to `seconds` on an idle machine."""
+    """Returns the time limit for something that takes up to `seconds` on an idle machine."""
     return SHARED * seconds

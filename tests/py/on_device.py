@@ -43,7 +43,7 @@ def late(device: str) -> None:
 
 
 def total(n: int) -> float:
-    """The sum over all ranks if each contributes its number plus one."""
+    """Returns the sum over all ranks if each contributes its number plus one."""
     return n * (n + 1) / 2
 
 
@@ -74,7 +74,7 @@ def counted(op: str, calls: int) -> None:
 
 
 def made(rank: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
-    """The numbers of one rank. On the device slow kernels compute them."""
+    """Returns the numbers of one rank. On the device slow kernels compute them."""
     base = torch.arange(count, dtype=torch.float32).remainder(97).div(7).add(rank + 10 * seed)
     if device == "cpu":
         return base.mul(3)
@@ -82,12 +82,12 @@ def made(rank: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
 
 
 def empty(count: int, device: str) -> torch.Tensor:
-    """Memory to which a slow kernel still writes."""
+    """Returns memory to which a slow kernel still writes."""
     return torch.empty(count, device=device).fill_(-1)
 
 
 def calls(n: int, rank: int, device: str) -> dict[str, Callable[[bool], tuple[Any, list[torch.Tensor]]]]:
-    """Every collective, as a function of `async_op` that returns the Work and the results."""
+    """Returns every collective, as a function of `async_op` that returns the Work and the results."""
 
     def each(function: Callable[[bool], Any]) -> Callable[[bool], tuple[Any, list[torch.Tensor]]]:
         return function
@@ -360,7 +360,7 @@ def order(ctx: Context, device: str) -> None:
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     work = dist.all_reduce(value, async_op=True)
-    # The tensor is dropped at once. The device must not reuse its memory while the operation uses it.
+    # The tensor is dropped immediately. The device must not reuse its memory while the operation uses it.
     kept = value.data_ptr()
     del value
     again = torch.empty(500, device=device)
@@ -421,7 +421,7 @@ Trained = tuple[list[float], list[torch.Tensor]]
 
 
 def network(device: str) -> torch.nn.Sequential:
-    """A model, equal on every rank."""
+    """Returns a model, equal on every rank."""
     torch.manual_seed(5)
     return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
 

@@ -38,7 +38,7 @@ def end_server(process: subprocess.Popen[bytes], tmp: Path) -> None:
 
 
 def without_noise(output: str) -> str:
-    """The output of a program without the warning of torch's store that a name server has not answered. Whether
+    """Returns the output of a program without the warning of torch's store that a name server has not answered. Whether
     the warning comes depends on the machine at that moment."""
     return _NO_HOSTNAME.sub("", output)
 
@@ -72,7 +72,7 @@ class Warm:
 
     @classmethod
     def get(cls) -> Warm:
-        """The session's server."""
+        """Returns the session's server."""
         if cls._one is None or cls._one.process.poll() is not None:
             cls._one = Warm()
             atexit.register(cls._one.close)
@@ -84,7 +84,7 @@ class Warm:
 
 
 def warm_python() -> str:
-    """A Python that starts with torch imported, or the real one if `cold_because` of `warm.py` says so."""
+    """Returns a Python that starts with torch imported, or the real one if `cold_because` of `warm.py` says so."""
     return str(Warm.get().python)
 
 
@@ -168,7 +168,8 @@ def torchrun(
 
 
 def of_ranks(logs: str) -> str:
-    """What the ranks have written to torchrun's folder of logs, one file after the other: by attempt, then by rank."""
+    """Returns what the ranks have written to torchrun's folder of logs, one file after the other: by attempt, then by
+    rank."""
     files = [*Path(logs).glob("*/attempt_*/*/std*.log")]
     files.sort(key=lambda file: (int(file.parts[-3].removeprefix("attempt_")), int(file.parts[-2]), file.name))
     texts = [file.read_text(errors="replace") for file in files]

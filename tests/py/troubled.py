@@ -16,7 +16,7 @@ SERVER = Path(__file__).with_name("troubled_store.py")
 
 
 def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Popen[str] | None]:
-    """A store for a group, and on rank 0 the process of the store's server, which rank 0 starts at the address
+    """Returns a store for a group, and on rank 0 the process of the store's server, which rank 0 starts at the address
     `host`."""
     place, server = Path(ctx.tmp) / "port", None
     if ctx.rank == 0:

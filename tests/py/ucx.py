@@ -1,4 +1,5 @@
-"""Whether UCX is on this machine, without loading it: it would change the signal handlers of the tests' process."""
+"""Finds out whether UCX is on this machine without loading UCX, which would change the signal handlers of the tests'
+process."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ BY_UCX = {"SAGELLM_LINK": "ucx", "UCX_TLS": "tcp"}
 
 
 def missing() -> str:
-    """Why tests with UCX cannot run, or ""."""
+    """Returns why tests with UCX cannot run, or ""."""
     if named := os.environ.get("SAGELLM_UCX_LIBRARY"):
         return "" if os.path.exists(named) else f"SAGELLM_UCX_LIBRARY={named} is not there"
     if importlib.util.find_spec("libucx") or ctypes.util.find_library("ucp"):

@@ -12,9 +12,10 @@ interpreter, the client executes the real Python instead; `cold_because` has the
 while Python or torch starts, other limits, programs of the package itself. The fork enters the network and mount
 namespaces of the client, which `ip netns exec` changes. A program that it starts by `sys.executable` is warm, too.
 
-These things differ, so tests of them start the real Python: what torch does at its import, the parent process, which is
-not the process that started the program, and a stopped client, which does not stop the program. One test of each kind
-(torchrun of an example and of a script, `doctor`, a program and a command of the pages) starts the real Python, too.
+Three things differ, so tests of them start the real Python. torch's import has happened before the program starts. The
+parent process is not the process that started the program. A stopped client does not stop the program. One test of each
+kind (torchrun of an example and of a script, `doctor`, a program and a command of the pages) starts the real Python,
+too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ENTERED = ("net", "mnt")
 
 
 def read_at_start(environment: dict[str, str]) -> dict[str, str]:
-    """The variables in which the server and a program must agree."""
+    """Returns the variables in which the server and a program must agree."""
     return {name: text for name, text in environment.items() if name.startswith(AT_START) and name not in LATER}
 
 
@@ -69,7 +70,7 @@ def surroundings() -> list[Any]:
 
 
 def cold_because(words: list[str], known: dict[str, Any]) -> str | None:
-    """Why this program needs a fresh interpreter, or None if a fork of the server suffices."""
+    """Returns why this program needs a fresh interpreter, or None if a fork of the server suffices."""
     words = words[1:] if words[:1] == ["-u"] else words
     if words[:1] not in (["-m"], ["-c"]):
         if not words or words[0].startswith("-"):
@@ -257,7 +258,8 @@ def _read(door: socket.socket) -> bytes:
 
 
 def become(order: dict[str, Any]) -> list[str]:
-    """Gives the fork the state of a fresh interpreter before its program. Returns the command line without flags."""
+    """Puts the fork into the state of a fresh interpreter that has not started its program yet. Returns the command
+    line without flags."""
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -306,7 +308,7 @@ def run(words: list[str]) -> None:
 
 
 def without_ours(frames: Any) -> Any:
-    """The traceback without the frames of this file, which precede the first frame of the program."""
+    """Returns the traceback without the frames of this file, which precede the first frame of the program."""
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames

@@ -2,8 +2,8 @@
 
 Importing torch costs seconds, because many tests share few cores. Only the zygote pays for it: every rank is a fork of
 the zygote and runs one function. A rank whose function has returned ends by `end`. All other ends (an exception,
-SystemExit, a signal) are the interpreter's own, and with `normal_exit` every end is. Exit codes therefore mean what
-they mean in a program. The zygote itself never makes a process group and starts no thread.
+SystemExit, a signal) are the interpreter's own. With `normal_exit` all ends are. Exit codes therefore mean what they
+mean in a program. The zygote itself never makes a process group and starts no thread.
 
 Requests and replies are JSON lines on stdin and stdout: `{"spawn": {...}}` returns `{"pid": n}`, `{"poll": pid}`
 returns `{"status": code or null}` (negative for a signal). End of input ends the zygote; its ranks are then killed by a
@@ -33,7 +33,7 @@ FINALIZERS: list[weakref.finalize[Any, Any]] = []
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """A rank's report of the exception that ended its function."""
+    """Returns a rank's report of the exception that ended its function."""
     return {
         "type": type(error).__name__,
         "text": str(error),
@@ -42,7 +42,7 @@ def describe_error(error: BaseException) -> dict[str, str]:
 
 
 def resolve(module: str, name: str) -> Any:
-    """The function `name` of `module`, as the test that sent the two names sees it."""
+    """Returns the function `name` of `module`, as the test that sent the two names sees it."""
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -103,10 +103,10 @@ def run_order(conn: Connection, order: dict[str, Any]) -> None:
 def end() -> None:
     """Waits for threads and runs the exit functions, as the interpreter does before it destroys its modules.
 
-    Modules are not destroyed: that costs a rank 0.35 s of processor time (2-core EPYC, 2026-11-24), ten times the rest
-    of a short test, and copies the memory that it shares with the zygote. torch's finalizers also copy that memory
-    (7,000 of the 9,400 page faults of a rank that does nothing), so only finalizers that the rank itself made are
-    called.
+    Modules are not destroyed. Destroying them would cost a rank 0.35 s of processor time (2-core EPYC, 2026-11-24), ten
+    times the rest of a short test, and would copy the memory that the rank shares with the zygote. torch's finalizers
+    would also copy that memory (7,000 of the 9,400 page faults of a rank that does nothing), so only finalizers that
+    the rank itself made are called.
     """
     threading._shutdown()
     for each in FINALIZERS:

@@ -22,7 +22,7 @@ pub const OPS: [ReduceOp; 9] = [
     ReduceOp::PremulSum(2.0),
 ];
 
-/// The dtype of a complex number's parts, or `dtype` itself if it is real.
+/// Returns the dtype of a complex number's parts, or `dtype` itself if it is real.
 pub fn part(dtype: Dtype) -> Dtype {
     match dtype {
         Dtype::C32 => Dtype::F16,
@@ -88,8 +88,8 @@ pub fn local(step: Local, dtype: &mut Dtype, data: Vec<u8>, ranks: usize) -> Vec
     }
 }
 
-/// Test data. Floats are whole numbers from -2 to 2, so that sums, products and halves are exact. Integers have random
-/// bits.
+/// Returns test data. Floats are whole numbers from -2 to 2, so that sums, products and halves are exact. Integers have
+/// random bits.
 pub fn data(dtype: Dtype, seed: usize, elements: usize) -> Vec<u8> {
     let mut state = seed as u64 * 2654435761 + 12345;
     let mut next = || {
@@ -107,7 +107,7 @@ pub fn data(dtype: Dtype, seed: usize, elements: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Number of elements in the block that rank `from` sends to rank `to`.
+/// Returns the number of elements in the block that rank `from` sends to rank `to`.
 pub fn block(kind: Kind, equal_counts: bool, from: usize, to: usize) -> usize {
     match kind {
         _ if equal_counts => 3,
@@ -138,7 +138,7 @@ impl Case {
         }
     }
 
-    /// Size in bytes, in the caller's dtype, of each block that rank `me` sends or receives.
+    /// Returns the size in bytes, in the caller's dtype, of each block that rank `me` sends or receives.
     pub fn blocks(&self, me: usize, sends: bool) -> Vec<usize> {
         let LoweringInput { kind, dtype, ranks, equal_counts, .. } = self.asked;
         (0..ranks)

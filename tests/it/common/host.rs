@@ -61,7 +61,7 @@ impl Store for Files {
     }
 }
 
-/// The configuration of a group without options.
+/// Returns the configuration of a group without options.
 pub fn config(rank: usize, size: usize, timeout: Duration) -> Config {
     Config { policy: format!("rank {rank}'s"), ..Config::without_options(rank, size, timeout) }
 }

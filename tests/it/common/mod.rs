@@ -20,22 +20,22 @@ use sagellm::engine::shm::memory::arena;
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
-/// A command that runs this program again with the single test `test` of the module `module_path!()`, even an ignored
-/// one.
+/// Returns a command that runs this program again with the single test `test`, even if that test is ignored. `module`
+/// is the caller's `module_path!()`.
 pub fn this_program(module: &str, test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([&test_name(module, test), "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
     command
 }
 
-/// The name of a test as libtest prints it, without the name of the program.
+/// Returns the name of a test as libtest prints it, without the name of the program.
 pub fn test_name(module: &str, test: &str) -> String {
     let (_, inside) = module.split_once("::").expect("a module of this program");
     format!("{inside}::{test}")
 }
 
 /// Reports the progress of a run that takes minutes. Writes to stderr directly, because libtest keeps a test's output
-/// until it ends.
+/// until the test ends.
 pub fn progress(what: &str, turn: u64, of: u64) {
     if of > 100 && turn.is_multiple_of(of / 8) {
         let _ = writeln!(std::io::stderr(), "{what}: {turn} of {of}");
@@ -71,7 +71,7 @@ pub enum Memory {
 }
 
 impl Memory {
-    /// A copy of `from` in the arena.
+    /// Returns a copy of `from` in the arena.
     pub fn shared(from: &[u8]) -> Memory {
         let at = arena::allocate(from.len()).expect("the arena has room");
         // SAFETY: `allocate` returned at least this many bytes, which nothing else uses.
@@ -128,7 +128,7 @@ impl Buffers {
         if self.in_place { &self.input } else { &self.output }
     }
 
-    /// A copy of the buffers in memory that peers can map.
+    /// Returns a copy of the buffers in memory that peers can map.
     pub fn in_arena(self) -> Buffers {
         Buffers { input: Memory::shared(&self.input), output: Memory::shared(&self.output), ..self }
     }
@@ -161,7 +161,7 @@ impl Spec {
         (self.count + of * self.skew) * self.dtype.size()
     }
 
-    /// Input of rank `rank` for rank `to` (or for all ranks) as bytes: small numbers in the dtype.
+    /// Returns the input of rank `rank` for rank `to` (or for all ranks) as bytes: small numbers in the dtype.
     pub fn data(&self, rank: usize, to: usize, bytes: usize) -> Vec<u8> {
         let mut random = Random::new(self.seed ^ (rank as u64) << 20 ^ (to as u64) << 40);
         let mut out = Vec::with_capacity(bytes);
@@ -233,7 +233,7 @@ impl Spec {
         request
     }
 
-    /// The expected result of rank `me`, computed by one thread in the simplest way.
+    /// Returns the expected result of rank `me`, computed by one thread in the simplest way.
     pub fn expected(&self, me: usize, ranks: usize) -> Vec<u8> {
         let root = me == self.root;
         let tensor = self.count * self.dtype.size();
@@ -295,8 +295,8 @@ impl Spec {
         out
     }
 
-    /// One addition or maximum of the reference, in f32. Operands in f32 are exact in f64. Rounding their f64 sum to
-    /// f32 gives the f32 sum, because double rounding is harmless for one addition.
+    /// Computes one addition or maximum of the reference, in f32. Operands in f32 are exact in f64. Rounding their f64
+    /// sum to f32 gives the f32 sum, because double rounding is harmless for one addition.
     fn pair(&self, a: f64, b: f64) -> f64 {
         match self.op {
             ReduceOp::Max => a.max(b),
@@ -305,7 +305,7 @@ impl Spec {
     }
 }
 
-/// The memory as up to `pieces` spans, cut at multiples of `size`.
+/// Returns the memory as up to `pieces` spans, cut at multiples of `size`.
 pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
     let (addr, bytes) = (memory.as_mut_ptr() as usize, memory.len());
     if bytes == 0 {
@@ -315,7 +315,7 @@ pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
     (0..bytes).step_by(each).map(|start| Span { addr: addr + start, bytes: each.min(bytes - start) }).collect()
 }
 
-/// A request with the values that most tests use: sums of bytes, tag 0, no blocks.
+/// Returns a request with the values that most tests use: sums of bytes, tag 0, no blocks.
 pub fn plain(kind: Kind, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
     // SAFETY: every test keeps the memory of a call, and does not access it, until the call has ended.
     let mut request = unsafe { Request::new(kind, inputs, outputs) };
@@ -326,7 +326,7 @@ pub fn plain(kind: Kind, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Re
     request
 }
 
-/// A request on one piece of memory: a message, a barrier, or a collective in place.
+/// Returns a request on one piece of memory: a message, a barrier, or a collective in place.
 pub fn on_memory(kind: Kind, root: u32, memory: &mut [u8]) -> Request {
     let spans = cut(memory, 1, 1);
     let (inputs, outputs) = match kind {

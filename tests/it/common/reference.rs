@@ -10,7 +10,7 @@ pub fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64)
 }
 
-/// Whether torch and this project define the reduction for this dtype.
+/// Returns whether torch and this project define the reduction for this dtype.
 pub fn is_defined(dtype: Dtype, op: ReduceOp) -> bool {
     match op {
         ReduceOp::Sum | ReduceOp::Product => dtype != Dtype::Bytes,
@@ -42,7 +42,7 @@ pub fn power_of_two(e: i32) -> f64 {
     }
 }
 
-/// Value of a 16-bit binary float with `fraction` fraction bits.
+/// Returns the value of a 16-bit binary float with `fraction` fraction bits.
 pub fn decode_16(bits: u16, fraction: u32) -> f64 {
     let exponent_bits = 15 - fraction;
     let bias = (1 << (exponent_bits - 1)) - 1;
@@ -139,7 +139,8 @@ macro_rules! reference_float {
 reference_float!(reference_f32, product_f32, f32);
 reference_float!(reference_f64, product_f64, f64);
 
-/// Computes in 128 bits and truncates to the element's width at the end; for AVG also before the division.
+/// Computes in 128 bits and truncates to the element's width at the end. For AVG, it also truncates before the
+/// division.
 fn reference_int(dtype: Dtype, op: ReduceOp, elements: &[&[u8]], factors: &[f64]) -> Vec<u8> {
     let size = dtype.size();
     let signed = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
@@ -197,7 +198,7 @@ pub fn bytes_of(dtype: Dtype, number: f32) -> Vec<u8> {
     }
 }
 
-/// One element of the result, computed from that element of every rank.
+/// Returns one element of the result, computed from that element of every rank.
 fn reference(dtype: Dtype, op: ReduceOp, elements: &[&[u8]], factors: &[f64]) -> Vec<u8> {
     if elements.len() == 1 && !matches!(op, ReduceOp::PremulSum(_)) {
         return elements[0].to_vec();

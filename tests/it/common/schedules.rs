@@ -1,5 +1,5 @@
-//! Ranks as coroutines whose order shuttle chooses at random. If one fails, shuttle prints the panic and the schedule;
-//! `SAGELLM_TEST_SEED` and `SAGELLM_TEST_SCHEDULES` repeat the run.
+//! Ranks as coroutines whose order shuttle chooses at random. If a rank fails, shuttle prints the panic and the
+//! schedule; `SAGELLM_TEST_SEED` and `SAGELLM_TEST_SCHEDULES` repeat the run.
 
 use std::sync::Arc;
 
@@ -13,8 +13,9 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).ok().map_or(otherwise, |text| text.parse().expect("a number"))
 }
 
-/// Runs `body` under as many schedules as `SAGELLM_TEST_SCHEDULES` says, or `count`. Half of them choose the next rank
-/// uniformly, the others prefer some ranks and change that at a few random moments, so that ranks fall far behind.
+/// Runs `body` under as many schedules as `SAGELLM_TEST_SCHEDULES` says, or under `count` if it is not set. Half of the
+/// schedules choose the next rank uniformly. The others prefer some ranks and change their preference at a few random
+/// moments, so that ranks fall far behind.
 pub fn under_schedules(count: u64, body: impl Fn() + Send + Sync + 'static) {
     let (seed, count) = (number("SAGELLM_TEST_SEED", 1), number("SAGELLM_TEST_SCHEDULES", count) as usize);
     println!("SAGELLM_TEST_SEED={seed} SAGELLM_TEST_SCHEDULES={count}"); // libtest shows it if the test fails
@@ -39,7 +40,7 @@ pub fn ranks<T: Send + 'static>(count: usize, body: impl Fn(usize) -> T + Send +
     each.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
 }
 
-/// The rank that runs now, if `ranks` started it.
+/// Returns the rank that runs now, if `ranks` started it.
 pub fn rank_now() -> Option<usize> {
     usize::from(shuttle::current::me()).checked_sub(1)
 }

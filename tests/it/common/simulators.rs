@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Path of each simulator library by name: "nccl", "cuda", "hccl", "hccl_two", ... The first caller builds all of them
-/// while the others wait. If no source has changed, this takes a tenth of a second.
+/// Returns the path of each simulator library by name: "nccl", "cuda", "hccl", "hccl_two", ... The first caller builds
+/// all of them while the others wait. If no source has changed, this takes a tenth of a second.
 ///
 /// # Panics
 /// If the simulators cannot be built; the message contains the compiler's output.

@@ -1,6 +1,6 @@
-//! A bridged function has one meaning: no parameter selects what it does. A bool or an enum may still be plain data. So
-//! this list has every bool or enum that crosses the bridge, as a parameter or as a field of a struct that is a
-//! parameter.
+//! A bridged function has one meaning: no parameter selects what it does. A bool or an enum is allowed only as plain
+//! data. The list below shows this for every bool or enum that crosses the bridge, as a parameter or as a field of a
+//! struct that is a parameter: it says what the values mean.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -29,7 +29,7 @@ const FACTS: [(&str, &[&str], &str); 14] = [
     ("DeviceTerms", &["region", "capturing"], "what is around the launch: a region, a capture"),
 ];
 
-/// The code of all bridges, without comments, with each declaration at the start of a line.
+/// Returns the code of all bridges, without comments, with each declaration at the start of a line.
 fn code() -> String {
     let mut all = Vec::new();
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi"), &mut all);
@@ -44,7 +44,8 @@ fn code() -> String {
     code
 }
 
-/// The declarations that start with `word`: for each its name, and the text between `open` and the following `end`.
+/// Returns the declarations that start with `word`: for each its name, and the text between `open` and the following
+/// `end`.
 fn declared<'a>(code: &'a str, word: &str, (open, end): (char, char)) -> Vec<(&'a str, &'a str)> {
     let word = format!("\n{word} ");
     let found = code.split(&*word).skip(1).filter_map(|rest| rest.split_once(open));
@@ -52,7 +53,7 @@ fn declared<'a>(code: &'a str, word: &str, (open, end): (char, char)) -> Vec<(&'
     found.map(named).map(|(name, inside)| (name.unwrap(), inside.unwrap())).collect()
 }
 
-/// For each function the type that a `Self` attribute before it names, or an empty text.
+/// Returns, for each function, the type that the `Self` attribute before it names, or an empty text.
 fn without_receiver(code: &str) -> Vec<&str> {
     let before = code.split("\nfn ").map(|text| text.rsplit('\n').next().unwrap());
     before.map(|line| line.strip_prefix("#[Self = \"").and_then(|rest| rest.split('"').next()).unwrap_or("")).collect()
@@ -64,7 +65,7 @@ fn typed(list: &str) -> Vec<(String, String)> {
     typed.map(|(name, of)| (name.trim().to_string(), of.trim().trim_end_matches(',').to_string())).collect()
 }
 
-/// The names of types in a type: `Call` for `&[Call]`, `Request` for `&Request<'a>`.
+/// Returns the names of types in a type: `Call` for `&[Call]`, `Request` for `&Request<'a>`.
 fn names(of: &str) -> impl Iterator<Item = &str> {
     of.split(|c: char| !c.is_alphanumeric()).filter(|name| !name.is_empty())
 }

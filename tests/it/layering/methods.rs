@@ -1,5 +1,6 @@
 //! Cycles that need no `use`: the methods of one type are in several files of a folder, and call each other through
-//! `self`. Here it is no dependency that a file names the type, because a file with methods of a type must name it.
+//! `self`. Here, naming the type does not count as a dependency, because a file with methods of a type must name the
+//! type.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +17,7 @@ const ONE_TYPE_IN_TWO_FILES: [(&[&str], &str); 3] = [
     (&["rendezvous/coordinator", "rendezvous/serve"], "`Coordinator`: the decision, and handing over the memory"),
 ];
 
-/// The types for which a file has `impl` blocks, each with the code of the block.
+/// Returns the types for which a file has `impl` blocks, each with the code of the block.
 fn impls(text: &str) -> Vec<(&str, &str)> {
     let blocks = text.split("\nimpl").skip(1).filter_map(|rest| rest.split_once(" {\n"));
     let named = blocks.map(|(head, rest)| {
@@ -27,7 +28,7 @@ fn impls(text: &str) -> Vec<(&str, &str)> {
     named.collect()
 }
 
-/// The words in `code` that follow one of `before` and are followed by `end`.
+/// Returns the words in `code` that follow one of `before` and are followed by `end`.
 fn words<'a>(code: &'a str, before: &[&str], end: char) -> BTreeSet<&'a str> {
     let follow = before.iter().flat_map(|before| code.split(before).skip(1));
     let word = |rest: &'a str| {

@@ -5,14 +5,14 @@ use std::path::Path;
 
 use super::files;
 
-/// The words of the list `name=(...)` in a script of bash.
+/// Returns the words of the list `name=(...)` in a script of bash.
 fn list<'a>(script: &'a str, name: &str) -> Vec<&'a str> {
     let list = script.split(&format!("\n{name}=(")).nth(1).and_then(|rest| rest.split(')').next());
     list.unwrap_or_else(|| panic!("the script has no list {name}")).split_whitespace().collect()
 }
 
-/// The names of the tests in a folder: the path of the module and the name of the function. Tests in `mod tests` have
-/// that name in their path.
+/// Returns the names of the tests in a folder: the path of the module and the name of the function. Tests in a module
+/// `tests` have that name in their path.
 fn tests(folder: &Path, module: &str) -> Vec<String> {
     let mut all = Vec::new();
     files(folder, &mut all);

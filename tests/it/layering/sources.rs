@@ -5,12 +5,12 @@ use std::path::Path;
 
 use super::{Module, files};
 
-/// What the product is compiled without.
+/// The attributes of items that the product is compiled without.
 const FOR_TESTS: [&str; 4] =
     ["#[cfg(test)]", "#[cfg(doctest)]", "#[cfg(feature = \"testing\")]", "#[cfg(any(test, feature = \"testing\"))]"];
 
-/// The lines of a file without comments and without each item, field or statement that only tests have. Such an item
-/// ends at the next line with the same indentation that closes a block or a statement.
+/// Returns the lines of a file without comments and without each item, field or statement that only tests have. Such an
+/// item ends at the next line that has the same indentation and closes a block or a statement.
 pub(super) fn product(text: &str) -> String {
     let indent = |line: &str| line.len() - line.trim_start().len();
     let mut code = String::new();
@@ -27,7 +27,7 @@ pub(super) fn product(text: &str) -> String {
     code
 }
 
-/// Each file of `src/` that the product has, with its code.
+/// Returns each file of `src/` that the product has, with its code.
 pub(super) fn products() -> BTreeMap<Module, String> {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut all = Vec::new();

@@ -63,8 +63,8 @@ fn what_only_tests_use_is_not_in_the_product() {
     }
 }
 
-/// Whether the product calls a function of this name or passes it to another one. A field of the same name, such as the
-/// symbol of a vendor's library, is not followed by a bracket.
+/// Returns whether the product calls a function of this name or passes it to another one. A field of the same name,
+/// such as the symbol of a vendor's library, does not count, because no bracket follows it.
 fn is_used(name: &str, code: &str) -> bool {
     code.match_indices(name).any(|(at, _)| {
         let (before, after) = (&code[..at], &code[at + name.len()..]);
@@ -76,7 +76,7 @@ fn is_used(name: &str, code: &str) -> bool {
 }
 
 /// Finds public functions, and functions that traits declare, that only tests call; the compiler reports private ones.
-/// Misses a function if the product calls another one of the same name, such as `new`.
+/// Misses a function if the product calls another function of the same name, such as `new`.
 #[test]
 fn each_function_is_called_by_the_product() {
     let products = products();
@@ -103,7 +103,8 @@ fn each_function_is_called_by_the_product() {
     assert!(unused.is_empty(), "only tests call them: remove them, or compile them for tests alone: {unused:#?}");
 }
 
-/// A fault point that no code calls is never reached, and one that several places call identifies no place.
+/// A fault point that no code calls is never reached, and a fault point that several places call identifies none of
+/// them.
 #[test]
 fn each_fault_point_is_one_place() {
     let mut calls: BTreeMap<String, Vec<String>> = BTreeMap::new();

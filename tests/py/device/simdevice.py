@@ -2,8 +2,8 @@
 `torch.<name>`.
 
 `install("npu")` makes `torch.device("npu")` work in this process. Its streams are asynchronous, its kernels slow, and
-its allocator reuses freed memory at once; see the head of that file. The library is built once for each torch and kept
-next to the project's other build outputs.
+its allocator reuses freed memory immediately; see the head of that file. The library is built once for each torch and
+kept next to the project's other build outputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build(name: str, source: Path, *more: Path, libraries: tuple[str, ...] = ("c
 
 
 def library_path() -> Path:
-    """Path of the device's library, which is built if necessary."""
+    """Returns the path of the device's library, which is built if necessary."""
     return build("simdevice", SOURCES / "device.cpp", SOURCES / "runtime.hpp")
 
 
@@ -75,11 +75,11 @@ class Device:
         self.library.sim_set_host_delay(-1 if seconds is None else int(seconds * 1e6))
 
     def native_handles(self, on: bool) -> None:
-        """Whether torch's streams return their raw handle."""
+        """Sets whether torch's streams return their raw handle."""
         self.library.sim_set_native_handles(int(on))
 
     def lazy_kernels(self, on: bool = True) -> None:
-        """The next launch of each of torch's kernels loads the kernel, and loading waits until the device is idle."""
+        """Makes the next launch of each of torch's kernels load the kernel. Loading waits until the device is idle."""
         self.library.sim_set_lazy_kernels(int(on))
 
     def use_library(self, path: str | Path, flavour: str) -> None:
@@ -88,9 +88,9 @@ class Device:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block no kernel of torch starts. On the stream that is current at the beginning of the block, a
-        call of a library that is enqueued inside the block does not start either. A wait for such work never ends
-        inside the block. Calls of a library that were enqueued before may run."""
+        """Within the block no kernel of torch starts. A library's call that is enqueued inside the block, on the stream
+        that is current at its beginning, does not start either. A wait for such work never ends inside the block. Calls
+        of a library that were enqueued before may run."""
         self.library.sim_hold(1)
         try:
             yield
@@ -99,7 +99,7 @@ class Device:
 
     @staticmethod
     def can_capture() -> bool:
-        """Whether this version of torch asks the device whether a stream is being captured."""
+        """Returns whether this version of torch asks the device whether a stream is being captured."""
         header = Path(torch.__file__).parent / "include/c10/core/impl/DeviceGuardImplInterface.h"
         return "isStreamCapturing" in header.read_text()
 
@@ -137,7 +137,8 @@ def checked(why: bytes | None) -> None:
         raise RuntimeError(why.decode())
 
 
-#: Whether `torch.accelerator.synchronize` waits for a device that is not torch's own; torch 2.11's returns at once.
+#: Whether `torch.accelerator.synchronize` waits for a device that is not torch's own; that of torch 2.11 returns
+#: immediately.
 WAITS = not torch.__version__.startswith("2.11.")
 _installed: Device | None = None
 
@@ -186,11 +187,11 @@ def _module(name: str, library: ctypes.CDLL) -> Any:
 
     # Some code of torch checks for exactly its own classes, so these functions create objects of those classes.
     def stream(device: Any = None, **options: Any) -> torch.Stream:
-        """A stream of this device."""
+        """Returns a stream of this device."""
         return torch.Stream(device=torch.device(name, index(device)), **options)
 
     def event(**options: Any) -> torch.Event:
-        """An event of this device."""
+        """Returns an event of this device."""
         return torch.Event(torch.device(name), **options)
 
     module.device = device

@@ -95,7 +95,7 @@ def start(
     """Installs the device over the vendor's simulated runtime and creates a default group for which the vendor's
     library carries device tensors.
 
-    If ``bound``, the ranks are bound to device 0 and create their communicator at once. ``rules`` is the option
+    If ``bound``, the ranks are bound to device 0 and create their communicator immediately. ``rules`` is the option
     ``algorithm``.
     """
     import torch
@@ -122,8 +122,8 @@ def start(
 
 
 def load_lazily(device: Any) -> None:
-    """From now on the first launch of each of torch's kernels waits until the device is idle, as on a card that loads
-    kernels lazily."""
+    """Makes the first launch of each of torch's kernels wait until the device is idle, as on a card that loads kernels
+    lazily."""
     if not CARD:
         device.lazy_kernels()
 

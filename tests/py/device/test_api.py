@@ -31,7 +31,7 @@ def every_call(ctx: Context, vendor: str) -> None:
 
 
 def named(vendor: str) -> dict[str, str]:
-    """torch's own cuda device cannot be simulated, so a variable selects NCCL for the device."""
+    """Returns the variable that selects NCCL for the device, because torch's own cuda device cannot be simulated."""
     return {"SAGELLM_VENDOR": "nccl"} if vendor == "nccl" else {}
 
 

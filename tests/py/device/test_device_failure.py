@@ -31,7 +31,7 @@ EXIT_CODE = 70
 
 
 def ways_of(vendor: str) -> list[Way]:
-    """The ways to call that the vendor supports; a stream of HCCL cannot be used after an error."""
+    """Returns the ways to call that the vendor supports; a stream of HCCL cannot be used after an error."""
     return WAYS[1:2] if vendor == "hccl" else WAYS
 
 
@@ -147,7 +147,7 @@ def loads_meanwhile(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", ["nccl", "cncl"])
 def test_a_call_has_a_deadline_while_the_device_answers_no_query(vendor: str, libraries: dict[str, Path]) -> None:
-    """While a kernel is loaded, queries of events block. The call must fail at its deadline all the same."""
+    """While a kernel is loaded, queries of events block. The call must fail at its deadline nevertheless."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(loads_meanwhile, 2, vendor, env=env) as job:
         text, took = job.hear(0, 60)
@@ -394,7 +394,7 @@ def by_option(ctx: Context, how: str) -> Any:
 
 
 def blocks(ctx: Context) -> None:
-    """With blocking waits a synchronous call that succeeds returns, and one that fails raises its error itself."""
+    """With blocking waits, a synchronous call returns if it succeeds. If it fails, it raises its error itself."""
     _, name = start(ctx, "nccl", delay=0.05)
     value = torch.ones(4, device=name)
     dist.all_reduce(value)

@@ -65,7 +65,7 @@ def listed(*counts: int) -> Call:
 
 
 def typed(*dtypes: torch.dtype) -> Call:
-    """torch's own function refuses several dtypes, but its backends may accept them."""
+    """Returns a call of the backend's own method, because torch's function refuses several dtypes."""
 
     def call(group: Any, name: str, a: bool) -> Any:
         ts = [torch.ones(4, dtype=dtype, device=name) for dtype in dtypes]
@@ -145,7 +145,7 @@ CASES = ONE_CALL | SEVERAL
 
 
 def error_of(group: Any, call: Callable[[], Any]) -> str:
-    """The error of the group, raised by this call or by a later one."""
+    """Returns the error of the group, raised by this call or by a later one."""
     end = time.monotonic() + patience(20)
     try:
         work = call()

@@ -1,5 +1,5 @@
-"""The zoo of `tests/py/dist/zoo.py` on devices: every kind of tensor that a device can hold in every public call. The
-device is simulated, with each vendor's library and without one, in which case the tensors pass through host memory.
+"""The zoo of `tests/py/dist/zoo.py` on devices: every kind of tensor that a device can hold, in every public call. The
+device is simulated, with each vendor's library and without one. Without one, the tensors pass through host memory.
 
 Results are checked in the base memory, and an ordinary collective and messages on the device follow each call.
 """

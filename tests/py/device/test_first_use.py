@@ -85,8 +85,8 @@ def strike() -> None:
 
 
 def ended_by(timer: threading.Timer, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call, after the start of a timer that ends it. What the timer does is raised inside the function, even if the
-    machine runs nothing between the two."""
+    """Returns a function that starts a timer and makes the call, which the timer ends. The timer's exception is raised
+    inside this function, even if the timer fires before the call begins."""
 
     def run() -> Any:
         timer.start()
@@ -118,7 +118,7 @@ def ended(ctx: Context, vendor: str, how: str) -> list[tuple[str, float, str, st
 def test_rule_35_a_first_call_ends_at_its_deadline_by_a_signal_or_by_an_abort(
     vendor: str, how: str, libraries: dict[str, Path]
 ) -> None:
-    """Rank 1 never calls. The deadline's error names rank 1; a signal or an abort ends rank 0's call at once."""
+    """Rank 1 never calls. The deadline's error names rank 1; a signal or an abort ends rank 0's call immediately."""
     with launch(ended, 2, vendor, how, env=environment(vendor, libraries, **HANGS)) as job:
         for sort, kind, text, took in job.hear(0, 120):
             if how == "never":
@@ -189,8 +189,7 @@ def test_a_launch_that_does_not_return_is_ended_at_its_deadline(vendor: str, lib
 
 
 def given(rank: int, name: str, group: Any) -> dict[str, tuple[torch.Tensor, Callable[[], None]]]:
-    """First calls that read memory of rank 0, which holds ones, and send it to rank 1. Returns for each the memory and
-    the call."""
+    """Returns first calls that send memory of rank 0, which holds ones, to rank 1: for each the memory and the call."""
 
     def made_of(call: Callable[[torch.Tensor], list[Any]]) -> tuple[torch.Tensor, Callable[[], None]]:
         memory = torch.full((4,), float(rank == 0), device=name)
@@ -245,8 +244,8 @@ def let_go(ctx: Context, vendor: str) -> None:
             kind, text, at = struck(call) if ctx.rank == 0 else (*failed(call), begin)
             if ctx.rank == 0:
                 memory.fill_(100)  # rank 0 got the error, so it may write to the memory
-            # Rank 1 did not call before `begin` of rank 0. If the signal came when rank 1 may have connected, it has
-            # perhaps ended nothing, so the call is repeated in a new group.
+            # Rank 1 did not call before `begin` of rank 0. If rank 1 may have connected before the signal, the signal
+            # has perhaps ended nothing, so the call is repeated in a new group.
             late = torch.tensor(float(at - begin > CONNECTS / 1000))
             dist.broadcast(late, 0)
             if not late.item():

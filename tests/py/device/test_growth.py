@@ -25,7 +25,7 @@ OF_PROCESS = Counter(["sagellm-progres", "sagellm-progres", "sagellm-device", "s
 
 
 def threads() -> Counter[str]:
-    """The threads of this process by name; each stream of a simulator has one."""
+    """Returns the threads of this process by name; each stream of a simulator has one."""
     names: Counter[str] = Counter()
     for thread in Path("/proc/self/task").iterdir():
         try:
@@ -67,8 +67,8 @@ def grows(ctx: Context, vendor: str, native: bool) -> None:
     for _ in range(MANY - FEW):
         use(ctx, name)
     gc.collect()
-    # A thread of the callback pool ends after 10 s without a job. Until a new thread has set its name, it has that of
-    # the thread that started it.
+    # A thread of the callback pool ends after 10 s without a job. Until a new thread has set its name, it has the name
+    # of the thread that started it.
     end = time.monotonic() + 15
     while True:
         time.sleep(1)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def opened() -> set[str]:
-    """The files that this process has mapped."""
+    """Returns the files that this process has mapped."""
     return {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
 
 

@@ -38,7 +38,7 @@ def message(ctx: Context, name: str) -> list[Any]:
 
 
 def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
-    """Each kind of call, as a function that keeps no references except the returned works."""
+    """Returns each kind of call, as a function that keeps no references except the returned works."""
 
     def works(run: Callable[[bool], tuple[Any, list[torch.Tensor]]]) -> Callable[[], list[Any]]:
         return lambda: [run(True)[0]]
@@ -56,8 +56,8 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
 
 
 def settled(device: Any) -> int:
-    """Returns the number of allocations in use when no operation is in flight. Waits until the number has been
-    stable for longer than the list that `comes_back_to` describes keeps an allocation. If the number were one too high,
+    """Returns the number of allocations in use when no operation is in flight. Waits until the number has been stable
+    for longer than an allocation may stay in the list that `comes_back_to` describes. If the number were one too high,
     the test would miss an allocation that is freed too early."""
     torch.accelerator.synchronize()
     gc.collect()
@@ -115,7 +115,7 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
             del works, work
             gc.collect()
             assert device.blocks() == before, device.blocks() - before
-    # The Work is dropped without a wait. The tensor is held only while the call runs, and not on until the next call.
+    # The Work is dropped without a wait. The tensor is held only while the call runs, not until the next call.
     dist.all_reduce(torch.ones(64, device=name), async_op=True)
     assert comes_back_to(device, before), device.blocks() - before
     # If the program waits on a stream other than the tensor's, the tensor is held until the call ends.

@@ -31,7 +31,7 @@ def single(name: str, rank: int) -> Any:
 
 
 def packed(name: str, rank: int, parts: list[torch.Tensor] | None = None) -> Any:
-    """A list, which is packed into a temporary."""
+    """Sums a list, which is packed into a temporary."""
     parts = parts or [torch.full((n,), rank + 1.0, device=name) for n in (3, 5)]
     return backend_of(name).allreduce_coalesced(parts, dist.AllreduceCoalescedOptions())
 
@@ -90,7 +90,7 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (3, 5)]
     torch.accelerator.synchronize()
     # Both ranks must have left the barrier before rank 0's call fails. If the group fails before a rank sees that the
-    # device has finished a call, the rank counts this call as failed, and the barrier too.
+    # device has finished a call, the rank counts this call as failed; this holds for the barrier, too.
     ctx.tell("past the barrier")
     own, begin = "", time.monotonic()
     with device.full() if how == "memory" and ctx.rank == 0 else nullcontext():
@@ -139,8 +139,8 @@ def test_a_call_that_fails_on_one_rank_fails_the_group_on_all(
 
 @contextmanager
 def one_more_thread() -> Iterator[None]:
-    """Threads with the default size of a stack can be started only once: two such stacks are larger than what is left
-    of the process's address space."""
+    """Within the block only one thread with a stack of the default size can be started: two such stacks are larger than
+    the address space that the process has left."""
     stack = 1 << 30
     attributes = ctypes.create_string_buffer(256)
     libc = ctypes.CDLL(None)
@@ -194,8 +194,9 @@ def lacks_a_thread(ctx: Context, vendor: str) -> None:
 def test_a_call_for_which_no_thread_is_left_fails_its_group_and_the_next_one_starts_the_thread(
     libraries: dict[str, Path],
 ) -> None:
-    """The first call on a device starts the thread that watches calls, and a second one for when its queries hang. If
-    the system refuses the second, the call fails on all ranks, and the next call starts it."""
+    """The first call on a device starts the thread that watches calls, and a second thread for the case that the first
+    one's queries hang. If the system refuses the second thread, the call fails on all ranks, and the next call starts
+    it."""
     with launch(lacks_a_thread, 2, "nccl", env=environment("nccl", libraries)) as job:
         (own, started), (others, _) = (job.hear(rank) for rank in range(2))
         assert "Resource temporarily unavailable" in own, own

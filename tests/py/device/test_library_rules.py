@@ -32,13 +32,14 @@ UNSTEERED = {SMALL: "TREE", LARGE: "RING"}
 
 
 def trace_lines() -> list[str]:
-    """The lines that the simulator has written for this process so far."""
+    """Returns the lines that the simulator has written for this process so far."""
     path = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
     return path.read_text().splitlines() if path.exists() else []
 
 
 def told(variable: str) -> str | None:
-    """A variable of the environment as C code sees it. Python keeps its own copy, so this asks the C library."""
+    """Returns a variable of the environment as C code sees it. Python keeps its own copy, so this asks the C
+    library."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     value = getenv(variable.encode())
@@ -46,7 +47,7 @@ def told(variable: str) -> str | None:
 
 
 def loaded() -> list[str]:
-    """The plug-ins that the simulator has found, by their symbols without the version."""
+    """Returns the plug-ins that the simulator has found, by their symbols without the version."""
     found = [re.fullmatch(r"plugin (\w+)_v\d found=true", line) for line in trace_lines()]
     return [each[1] for each in found if each]
 
@@ -54,8 +55,8 @@ def loaded() -> list[str]:
 def begin(ctx: Context, vendor: str, rules: str) -> str:
     """Creates a group with rules. Returns torch's name of its device.
 
-    The simulators' core is built from the project's crate and exports plug-ins with the same names. It is loaded first,
-    with global symbols, and must not take the place of the extension's plug-ins.
+    The simulators' core is built from the project's crate and exports plug-ins with the same names. This core is loaded
+    first, with global symbols, and must not take the place of the extension's plug-ins.
     """
     return start(ctx, vendor, rules=rules)[1]
 
@@ -126,7 +127,8 @@ def test_rules_choose_nccls_algorithm_in_their_own_group(
     )
 
 
-#: Elements of more than 1,000,000 bytes, for which the start rules say "ring" while the simulated NCCL chooses a tree.
+#: A number of elements that makes more than 1,000,000 bytes. For this size the start rules say "ring", while the
+#: simulated NCCL chooses a tree.
 BETWEEN = 300_000
 
 
@@ -173,7 +175,7 @@ def test_a_topology_manager_steers_nccl_by_the_start_rules(
 
 
 def plugins_of_the_user(ctx: Context, left: list[str]) -> None:
-    """`left` are the variables that the user has not set to "none"."""
+    """Runs with plug-ins switched off. `left` are the variables that the user has not set to "none"."""
     name = begin(ctx, "nccl", "all_reduce:0-1MiB=ring;all_reduce:1MiB-=double_tree")
     for count, algorithm in UNSTEERED.items():
         _, ran, asked, choice = all_reduced(name, count)

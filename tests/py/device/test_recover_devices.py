@@ -25,14 +25,15 @@ SHRINKS = "ncclCommShrink"
 
 
 def calls(function: str) -> int:
-    """Number of calls of this process to the functions of a simulated library whose names begin with `function`."""
+    """Returns the number of calls of this process to the functions of a simulated library whose names begin with
+    `function`."""
     path = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
     return sum(line.startswith(function) for line in path.read_text().splitlines())
 
 
 def adds(name: str, members: list[int], first: int) -> None:
-    """Checks that the default group adds on device and CPU. `members` are its ranks in the first group; `first` is this
-    rank's."""
+    """Checks that the default group adds on device and CPU. `members` has its ranks' numbers in the first group;
+    `first` is this rank's number there."""
     assert (dist.get_world_size(), dist.get_rank()) == (len(members), members.index(first))
     for where in (name, "cpu"):
         value = torch.full((5000,), float(first + 1), device=where)

@@ -70,8 +70,8 @@ def good(ctx: Context, at: str) -> Any:
 
 
 def in_order(at: str, sound: Any, bad: Any) -> list[Any]:
-    """On the CPU a batch is issued message by message, so messages before the exception would be sent. There the bad
-    one is first."""
+    """Returns the batch. On the CPU a batch is issued message by message, so messages before the exception would be
+    sent. There the bad message is first."""
     return [bad, sound] if at == "cpu" else [sound, bad]
 
 
@@ -205,7 +205,7 @@ def by_hand(ctx: Context) -> None:
     group._start_coalescing(at)
     refused = expect_raises(ValueError, lambda: dist.broadcast(torch.ones(4, device=name), 7))
     value = torch.full((4,), ctx.rank + 1.0, device=name)
-    dist.broadcast(value, 1)  # runs at once, outside of a region
+    dist.broadcast(value, 1)  # runs immediately, outside of a region
     on_device.holds(value, 2)
     assert expect_raises(ValueError, lambda: group._end_coalescing(at)) == refused
     assert "no open region" in expect_raises(ValueError, lambda: group._end_coalescing(at))
@@ -237,7 +237,7 @@ def second_thread(ctx: Context, carrier: str) -> None:
         manager = dist._coalescing_manager(device=torch.device(at))
         texts.append(expect_raises(ValueError, manager.__enter__))
 
-    for call in (dist.broadcast, dist.all_reduce):  # the first goes to the backend at once, torch collects the second
+    for call in (dist.broadcast, dist.all_reduce):  # the first goes to the backend directly, torch collects the second
         sent = torch.full((4,), ctx.rank + 1.0, device=at)
         with dist._coalescing_manager(device=torch.device(at)):
             call(sent, **({"src": 1} if call is dist.broadcast else {}))

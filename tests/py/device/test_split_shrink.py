@@ -26,7 +26,7 @@ SHRINKS = {"nccl": "ncclCommShrink", "hccl": None, "cncl": None}
 
 
 def calls(tmp: str, function: str | None) -> int:
-    """Number of calls of this process to a function of a simulated library."""
+    """Returns the number of calls of this process to a function of a simulated library."""
     path = Path(f"{tmp}.{os.getpid()}")
     lines = path.read_text().splitlines() if path.exists() else []
     return sum(function is not None and line.split()[0] == function for line in lines)

@@ -1,6 +1,6 @@
 """Tensors on a device that travel through host memory: every call, its order among streams, its errors, groups.
 
-The device is that of `simdevice`: slow kernels on asynchronous streams, and freed memory that is reused at once.
+The device is that of `simdevice`: slow kernels on asynchronous streams, and freed memory that is reused immediately.
 """
 
 from __future__ import annotations
@@ -375,7 +375,8 @@ def dropped(ctx: Context) -> None:
     kept = [torch.empty(1000, device="npu").fill_(ctx.rank + turn) for turn in range(5)]
     for tensor in kept:
         dist.all_reduce(tensor, async_op=True)
-    # The tensors of this call are dropped at once. If nothing held them, the next allocation would reuse their memory.
+    # The tensors of this call are dropped immediately. If nothing held them, the next allocation would reuse their
+    # memory.
     source = torch.empty(1000, device="npu").fill_(1)
     dist.all_gather_into_tensor(torch.empty(2000, device="npu"), source, async_op=True)
     del source

@@ -53,12 +53,12 @@ def start(ctx: Context, native: bool, queue: float | None) -> simdevice.Device:
 
 
 def copy(source: torch.Tensor, target: torch.Tensor, async_op: bool = True) -> Any:
-    """One call of the library that copies: an all_gather of one rank."""
+    """Makes a call of the library that copies: an all_gather of one rank."""
     return dist.all_gather_into_tensor(target, source, async_op=async_op)
 
 
 def full(value: float, where: str = "npu") -> torch.Tensor:
-    """A tensor that a slow kernel fills. The kernel has not run yet when this returns."""
+    """Returns a tensor that a slow kernel fills. The kernel has not run yet when this returns."""
     return torch.empty(COUNT, device=where).fill_(value)
 
 
@@ -249,8 +249,8 @@ def second_device(ctx: Context, native: bool) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_threads_get_the_device_of_the_tensors(native: bool, run: Run) -> None:
-    """A runtime has a current device per thread. Our threads must set it before they use a raw handle, also of another
-    device."""
+    """A runtime has a current device per thread. Our threads must set it before they use a raw handle, also a handle of
+    another device."""
     run(second_device, native)
 
 

@@ -18,7 +18,7 @@ RANKS = 2
 
 
 def lines(output: str, word: str) -> dict[int, str]:
-    """For each rank: the text after this word in the rank's line of output."""
+    """Returns for each rank the text after this word in the rank's line of output."""
     return {int(each[1]): each[2] for each in re.finditer(rf"(?m)^rank (\d+) {word} (.*)$", output)}
 
 

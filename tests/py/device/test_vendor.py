@@ -653,9 +653,9 @@ LATE_WORDS = {
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_an_error_that_comes_up_later_reaches_the_work(vendor: str, before: int, libraries: dict[str, Path]) -> None:
-    """The simulated library fails an operation. Its Work's error has a number and the library's text.
+    """The simulated library fails an operation. The error of the operation's Work has a number and the library's text.
 
-    If other operations are in flight, the error may be detected at one of them.
+    If other operations are in flight, the error may be detected at one of those.
     """
     more = environment(vendor, libraries, SAGELLM_SIM_ERROR_AT=str(before + 1))
     with launch(asynchronous_error, 2, vendor, before, env=more) as job:

@@ -165,7 +165,7 @@ def captured_statistics(ctx: Context, asynchronous: bool) -> None:
 def test_a_captured_call_is_counted_as_well_and_a_barrier_is_refused(
     asynchronous: bool, libraries: dict[str, Path]
 ) -> None:
-    """The event of a captured call never completes, so its Work ends at once. A refused barrier uses no number and
+    """The event of a captured call never completes, so its Work ends immediately. A refused barrier uses no number and
     breaks no capture."""
     run_fresh(captured_statistics, 2, asynchronous, env=environment("nccl", libraries))
 
@@ -290,7 +290,7 @@ def joins_for_ever(ctx: Context, vendor: str, first: str = "all_reduce") -> None
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_signal_ends_the_joining_of_a_communicator_everywhere(vendor: str, libraries: dict[str, Path]) -> None:
-    """Ctrl-C on one rank raises there at once, and the other rank gets an error; the group's timeout is five
+    """Ctrl-C on one rank raises there immediately, and the other rank gets an error; the group's timeout is five
     minutes."""
     env = environment(vendor, libraries, SAGELLM_SIM_INIT="hang", SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(joins_for_ever, 2, vendor, env=env) as job:
@@ -377,7 +377,7 @@ def refused_in_a_group(ctx: Context, vendor: str) -> None:
 def test_an_error_inside_a_group_of_the_library_is_the_one_that_is_reported(
     vendor: str, libraries: dict[str, Path]
 ) -> None:
-    """Ending the group then fails too, but its error says less."""
+    """Ending the library's group then fails too, but this second error says less."""
     with launch(refused_in_a_group, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_REFUSE_AT="1")) as job:
         for rank in range(2):
             text = job.hear(rank)
@@ -401,7 +401,7 @@ def without_rules(ctx: Context) -> None:
         found = getenv(variable)
         assert (found is not None) == (os.environ.get("SAGELLM_EXPLAIN") == "1"), (variable, found)
     assert ("protocol" in torch_sagellm.explain(work).choice) == (os.environ.get("SAGELLM_EXPLAIN") == "1")
-    # Too late: the simulated library has looked for its plug-ins when it created the first communicator.
+    # Too late: the simulated library looked for its plug-ins when it created the first communicator.
     late = dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl", algorithm="all_reduce:0-=ring"))
     value = torch.ones(10, device=name)
     dist.all_reduce(value, group=late)
@@ -518,8 +518,8 @@ def to_oneself(ctx: Context, vendor: str) -> None:
     holds(second, 10 * (rank + 1))
     if n > 1:
         holds(theirs, 2 * ((rank - 1) % n + 1))
-    # A send to itself without its receive, and a message to itself outside of a batch, are refused before anything is
-    # sent.
+    # A rank's send to itself without the receive, and its message to itself outside of a batch, are refused before
+    # anything is sent.
     lonely = [dist.P2POp(dist.isend, mine, rank)]
     text = expect_raises(ValueError, lambda: [work.wait() for work in dist.batch_isend_irecv(lonely)])
     assert "itself" in text and "4000" in text, text

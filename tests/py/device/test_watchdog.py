@@ -37,7 +37,7 @@ PATIENCE = 40
 
 
 def error_of(work: Any) -> tuple[str, float, float]:
-    """The text of the error with which a work ends, and when the wait for it began and ended."""
+    """Returns the text of the error with which a work ends, and when the wait for it began and ended."""
     began = time.monotonic()
     text = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=PATIENCE)))
     return text, began, time.monotonic()
@@ -75,7 +75,8 @@ def test_what_hangs_inside_the_library_fails_at_the_groups_timeout(
         first = min(began for _, _, began, _, _ in told)
         for rank, (name, text, began, ended, later) in enumerate(told):
             assert f"Timed out after 3.0 s in all_reduce number 2 on {name}:0" in text, text
-            # The text is of this rank's own check, or of the other rank's if the other deadline passed first.
+            # The text comes from this rank's own check, or from the other rank's check if that rank's deadline passed
+            # first.
             issued = {each: f"rank {each} (pid {job.pid(each)}) has issued it" for each in range(2)}
             other = f"(reported by rank {1 - rank})" in text
             assert issued[rank if other else 1 - rank] in text, text
@@ -141,7 +142,7 @@ def test_a_rank_that_has_not_issued_an_operation_is_named_with_its_line(
 
 
 def names_the_sleeper(job: Job, text: str) -> None:
-    """If the ranks see each other's processes, the text has no host name."""
+    """Checks that the text names the sleeping rank. If the ranks see each other's processes, it has no host name."""
     assert re.search(rf"rank 1 \(pid {job.pid(1)}(, host [\w.-]+)?\) has not entered it", text), text
     assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in absent" in text, text
 
@@ -182,7 +183,7 @@ def unread(ctx: Context, vendor: str, hosts: list[str], sign: signal.Signals) ->
 def test_if_the_store_does_not_answer_the_error_says_so(
     sign: signal.Signals, why: str, libraries: dict[str, Path], hosts: list[str]
 ) -> None:
-    """The other rank has been asked for half of the timeout, but its answer cannot be read."""
+    """After half of the timeout, the waiting rank begins to ask the other rank, but it cannot read the answer."""
     env = environment("hccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000", GLOO_SOCKET_IFNAME=net.INTERFACE)
     with launch(unread, 2, "hccl", hosts, sign, env=env) as job:
         assert [job.hear(rank) for rank in range(2)] == ["ready", "ready"]
@@ -203,9 +204,9 @@ ABORTS = [
 def test_the_rank_whose_deadline_passes_first_tells_the_others_who_is_missing(
     vendor: str, silent: bool, over_hosts: bool, first: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """Rank ``first`` aborts its communicators. The library of the other waiting rank reports that long before this
-    rank's deadline. If the library is ``silent``, the operation passes there instead, without an error and without its
-    data."""
+    """Rank ``first`` aborts its communicators. The library of the other waiting rank reports the abort long before that
+    rank's deadline. If the library is ``silent``, it reports nothing: the operation completes there, without an error
+    and without its data."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     if silent:
         env["SAGELLM_SIM_PEER_ABORT"] = "passes"
@@ -261,7 +262,8 @@ def aborts(ctx: Context, vendor: str, waits: bool) -> None:
 @pytest.mark.parametrize("waits", [True, False], ids=["waited_for", "not_waited_for"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_an_abort_ends_what_is_under_way(vendor: str, waits: bool, libraries: dict[str, Path]) -> None:
-    """The waiting Work fails at once and not at the deadline, although the live peer has not issued the operation."""
+    """The waiting Work fails immediately and not at the deadline, although the live peer has not issued the
+    operation."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(aborts, 2, vendor, waits, env=env) as job:
         # An abort would also fail the first operation if the peer still waited for it, so wait until the peer has
@@ -307,7 +309,7 @@ def timed(ctx: Context, vendor: str) -> None:
 @pytest.mark.skipif(not TIMES_WORKS, reason="this torch times works of nccl alone")
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_durations_are_those_of_the_device(vendor: str, libraries: dict[str, Path]) -> None:
-    """With timing enabled, a Work reports the library's time in milliseconds. Before that, the query is refused."""
+    """With timing enabled, a Work reports the library's time in milliseconds. Without timing, the query is refused."""
     run_fresh(timed, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_SLOW_US=str(1000 * SLOW_MS)))
 
 

@@ -23,7 +23,7 @@ needs_order_given = pytest.mark.skipif(not IN_ORDER_GIVEN, reason="new_group of 
 
 
 def inputs_of(ranks: int, dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
-    """The inputs of all ranks of the group; every rank can compute all of them."""
+    """Returns the inputs of all ranks of the group; every rank can compute all of them."""
     return [make(dtype, count, 1000 * seed + rank) for rank in range(ranks)]
 
 
@@ -36,19 +36,19 @@ def same_reduced(found: torch.Tensor, expected: torch.Tensor, what: str) -> None
 
 
 def op_of(name: str, factor: float = 1.0) -> dist.ReduceOp:
-    """A reduce op by name."""
+    """Returns a reduce op by name."""
     if name == "PREMUL_SUM":
         return dist._make_nccl_premul_sum(factor)
     return getattr(dist.ReduceOp, name)
 
 
 def expected_sum(ranks: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The sum of `inputs_of` over the ranks."""
+    """Returns the sum of `inputs_of` over the ranks."""
     return fold("SUM", inputs_of(ranks, dtype, count, seed))
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """A non-contiguous tensor (every second element of a larger one) with the same values."""
+    """Returns a non-contiguous tensor (every second element of a larger one) with the same values."""
     wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
     view = wide[..., ::2]
     view.copy_(tensor)

@@ -41,7 +41,7 @@ COMM = "CommBackend"
 
 
 def _public() -> set[str]:
-    """The public calls as "dist.name", "package.name" and "comm.name"."""
+    """Returns the public calls as "dist.name", "package.name" and "comm.name"."""
     import torch_sagellm
 
     torchs = {name for name in dist.distributed_c10d.__all__ if inspect.isfunction(getattr(dist, name, None))}

@@ -39,7 +39,7 @@ class Lines(logging.Handler):
 
 
 def resident() -> int:
-    """Bytes of shared memory in this process's page tables."""
+    """Returns the bytes of shared memory in this process's page tables."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssShmem")).split()[1])
 

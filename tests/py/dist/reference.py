@@ -26,7 +26,7 @@ BOOL_OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 
 
 def ops_of(dtype: torch.dtype) -> list[str]:
-    """The reduce ops that are defined for a dtype, without PREMUL_SUM."""
+    """Returns the reduce ops that are defined for a dtype, without PREMUL_SUM."""
     if dtype.is_complex:
         return ["SUM", "AVG"]
     if dtype.is_floating_point:
@@ -35,7 +35,7 @@ def ops_of(dtype: torch.dtype) -> list[str]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in logical order, so that a comparison also sees NaN and signed zero."""
+    """Returns the bytes of a tensor in logical order, so that a comparison also sees NaN and signed zero."""
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -54,7 +54,7 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> No
 
 
 def make(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """`count` elements that depend only on `seed`, over the dtype's range but without NaN or infinity."""
+    """Returns `count` elements that depend only on `seed`, over the dtype's range but without NaN or infinity."""
     rng = np.random.default_rng(seed + 1)
     if dtype == torch.bool:
         return torch.from_numpy(rng.integers(0, 2, count).astype(bool))

@@ -26,7 +26,7 @@ BACKEND = "cpu:sagellm,cuda:gloo"
 
 
 def ours(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this package serves the group's CPU tensors."""
+    """Returns whether this package serves the group's CPU tensors."""
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
     return isinstance(found, load.extension().SageBackend)
 

@@ -21,7 +21,8 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> T:
 
 
 def table(n: int) -> dict[str, tuple[Callable[[], object], tuple[str, ...]]]:
-    """Wrong calls for a group of n ranks, each with words that the error must contain (numbers expected and found)."""
+    """Returns wrong calls for a group of n ranks, each with words that the error must contain (numbers expected and
+    found)."""
     group = dist.distributed_c10d._get_default_group()
     half, double = _ones(3, dtype=torch.float16), _ones(3, dtype=torch.float64)
     split_in, split_out = [1] * n, [1] * n

@@ -36,7 +36,7 @@ def doctor(host: str, interface: str, *words: str) -> subprocess.Popen[str]:
 
 
 def talk(made: net.Network, address: str, interfaces: tuple[str, str]) -> list[tuple[int, str]]:
-    """Exit code and output of the listening host and of the asking host."""
+    """Returns the exit code and output of the listening host and of the asking host."""
     listening = doctor(made.names[0], interfaces[0], "--listen")
     try:
         assert listening.stdout is not None

@@ -35,7 +35,7 @@ MODEL = Model(
 
 
 def planned(strategy: str, ranks: int, keep: str = "") -> dict[str, tuple[int, int]]:
-    """Calls and bytes of one step by primitive. Only rows whose `when` contains `keep` count."""
+    """Returns the calls and bytes of one step by primitive. Only rows whose `when` contains `keep` count."""
     found: dict[str, tuple[int, int]] = {}
     for row in strategies.STRATEGIES[strategy](MODEL, ranks):
         if keep in row.when:
@@ -45,8 +45,8 @@ def planned(strategy: str, ranks: int, keep: str = "") -> dict[str, tuple[int, i
 
 
 def counted() -> dict[str, tuple[int, int]]:
-    """Calls and bytes that this rank's group has counted since the last reset. Receives do not count, because the plan
-    counts each message at its sender."""
+    """Returns the calls and bytes that this rank's group has counted since the last reset. Receives do not count,
+    because the plan counts each message at its sender."""
     import torch_sagellm
 
     ops = torch_sagellm.get_stats()["ops"]
@@ -217,7 +217,7 @@ OTHER |= {"item": "4", "microbatches": "4", "experts": "128", "experts_per_token
 @pytest.mark.quick
 @pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_every_option_changes_the_figures_or_is_refused(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A refused option is refused even with its default value. The layers of pp only limit the number of its stages."""
+    """A refused option is refused even with its default value. With pp, --layers only limits the number of stages."""
     command = ["simulate", "--strategy", strategy, "--ranks", "4", "--json"]
     assert main(command) == 0 and set(OTHER) == set(strategies.DEFAULTS)
     usual = capsys.readouterr().out

@@ -68,8 +68,8 @@ def test_a_communicator_of_a_given_group() -> None:
 
 
 def together(ctx: Context) -> None:
-    """Ranks of one process work before a group of processes is created, while it has an operation in flight, and after
-    it."""
+    """Ranks of one process work before a group of processes is created, while that group has an operation in flight,
+    and after the group's end."""
     import torch_sagellm
 
     def local(comms: list[torch_sagellm.DistributedCommunicator]) -> None:

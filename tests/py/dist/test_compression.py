@@ -314,7 +314,7 @@ def model() -> nn.Module:
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
-    """The mean of all ranks' losses, exchanged without compression."""
+    """Returns the mean of all ranks' losses, exchanged without compression."""
     shown = loss.detach().clone()
     dist.all_reduce(shown)
     return float(shown) / dist.get_world_size()
@@ -394,7 +394,7 @@ class Watched:
         return self.average(bucket)
 
     def left(self) -> dict[nn.Parameter, torch.Tensor]:
-        """For each parameter, the part of its gradient that this rank has not sent yet."""
+        """Returns for each parameter the part of its gradient that this rank has not sent yet."""
         if not hasattr(self.hook, "state"):
             known = [each for parameters in self.buckets.values() for each in parameters]
             return {each: self.hook.compression.residual(each) for each in known}
@@ -473,7 +473,7 @@ def test_gradients_on_a_device_are_refused() -> None:
 
 
 def demo() -> tuple[Any, torch.Tensor, nn.Module]:
-    """The demo's program, the text that it learns, and a small one of its models."""
+    """Returns the demo's program, the text that it learns, and a small one of its models."""
     from torch_sagellm.demos import train_gpt as program
 
     torch.manual_seed(3)
@@ -549,7 +549,7 @@ def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
 
 
 def crossing(ctx: Context, names: list[str], first: int) -> dict[str, tuple[float, float]]:
-    """For each format, the bytes that left this host as a share of the tensor's bytes, and the share that the
+    """Returns for each format the bytes that left this host as a share of the tensor's bytes, and the share that the
     statistics report. ``first``: the number of ranks of the first host."""
     from net import INTERFACE, enter
 

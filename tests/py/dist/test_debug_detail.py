@@ -42,7 +42,7 @@ ELSEWHERE = {
 
 
 def takes_group() -> Iterator[str]:
-    """The public functions, classes and methods with an argument named `group`."""
+    """Yields the public functions, classes and methods with an argument named `group`."""
     for name in torch_sagellm.__all__:
         found = getattr(torch_sagellm, name)
         if inspect.isclass(found) and found.__module__.startswith("torch_sagellm") and name != "Options":

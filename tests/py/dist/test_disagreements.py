@@ -92,7 +92,7 @@ class Passed:
         return [self.size] * dist.get_world_size()
 
     def few(self) -> int:
-        """A list's length, derived from the size."""
+        """Returns a list's length, derived from the size."""
         return self.size % 7 + 1
 
     def places(self) -> list[Any]:
@@ -213,7 +213,7 @@ if hasattr(dist, "gather_single"):
 
 
 def messages(send: Callable[[Any, Passed], object], receive: Callable[[Any, Passed], object]) -> Row:
-    """A message from rank 0 to rank 1; other ranks make no call."""
+    """Returns a message from rank 0 to rank 1; other ranks make no call."""
 
     def run(group: Any, passed: Passed) -> object:
         me = dist.get_rank()
@@ -297,7 +297,7 @@ def test_every_public_call_has_a_row() -> None:
 
 
 def changes(name: str, passed: Passed) -> dict[str, tuple[str, Passed]]:
-    """For each argument in which one rank may differ: the call that this rank makes, and its arguments."""
+    """Returns, for each argument in which one rank may differ, the call that this rank makes, and its arguments."""
     every = {
         "call": ("dist.all_reduce" if "barrier" in name else "dist.barrier", passed),
         "size": (name, replace(passed, size=passed.size + 1)),
@@ -341,7 +341,7 @@ def test_rule_05_what_differs_on_one_rank_is_an_error_on_all_hosts(
 
 
 def messages_differ(ctx: Context, names: list[str], size: int) -> dict[str, tuple[str, str]]:
-    """For each call: its error, and the error of a barrier after it in the same group."""
+    """Returns for each call its error, and the error of a barrier after it in the same group."""
     begin(ctx, names)
     found = {}
     for number, (name, call) in enumerate(MESSAGES.items()):
@@ -449,14 +449,15 @@ LISTS = {
 
 
 def drawn(draw: random.Random, mixed: bool) -> list[Shape]:
-    """A random list of two to seven tensors; some are empty, and few lists have a large one."""
+    """Returns a random list of two to seven tensors; some are empty, and few lists have a large one."""
     sizes = [0, 1, 2, 3, 8, 100, 1000, *([5000, 70_000] if draw.random() < 0.3 else [])]
     types = [torch.float32, torch.int32, torch.float64] if mixed else [torch.float32]
     return [(draw.choice(sizes), draw.choice(types)) for _ in range(draw.randint(2, 7))]
 
 
 def changed(draw: random.Random, shapes: list[Shape]) -> list[Shape]:
-    """The list with two tensors swapped, one split in two, or one left out; never the same list."""
+    """Returns the list with two tensors swapped, with one tensor split in two, or without one tensor; never the same
+    list."""
     while True:
         other = list(shapes)
         at, to = draw.sample(range(len(other)), 2)
@@ -474,7 +475,8 @@ def changed(draw: random.Random, shapes: list[Shape]) -> list[Shape]:
 
 
 def lists_differ(ctx: Context, names: list[str], seeds: range) -> dict[str, str]:
-    """Random lists; one rank passes another list. The tensors are passed as a list or one by one."""
+    """Makes calls with random lists; one rank passes a list that differs. The tensors are passed as a list or one by
+    one."""
     begin(ctx, names)
     found = {}
     for seed in seeds:
@@ -519,7 +521,7 @@ def test_rule_05_lists_are_refused_wherever_their_tensors_are_over_hosts(hosts: 
 
 
 def first_difference(ctx: Context, sizes: list[list[int]]) -> str:
-    """The error of lists with these sizes. Checks that no tensor was changed."""
+    """Returns the error of lists with these sizes. Checks that no tensor was changed."""
     import torch_sagellm
 
     ctx.init(timeout=LIMIT)

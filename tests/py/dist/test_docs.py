@@ -1,5 +1,5 @@
-"""Every snippet of the README, docs/ and docstrings runs as written, or has a comment with the reason why not. What the
-pages name exists.
+"""Every snippet of the README, docs/ and docstrings runs as written, or has a comment with the reason why not.
+Everything that the pages name exists.
 
 The language of a block decides how it is run:
 
@@ -13,9 +13,9 @@ The language of a block decides how it is run:
 Any other block that is not run has a comment with the reason before it: ``<!-- not run: ... -->``.
 
 A text block after the comment ``<!-- output -->`` is the expected output of the last block before it that is run. For a
-block of several commands it is the output of the last command, for ranks the output of rank 0, and for a program under
-torchrun the lines of all ranks in any order. In such a block ``~7.7`` matches any number, ``...`` any text within a
-line, and a line of ``...`` any lines. The amount of white space does not matter.
+block of several commands it is the output of the last command. For a block that runs on ranks it is the output of rank
+0. For a program under torchrun it has the lines of all ranks in any order. In such a block ``~7.7`` matches any number,
+``...`` any text within a line, and a line of ``...`` any lines. The amount of white space does not matter.
 
 Pages for users must follow further rules, which are below.
 """
@@ -88,7 +88,7 @@ class Block:
 
 
 def blocks(page: str, *languages: str) -> list[Block]:
-    """The blocks of a page. If languages are named, only the blocks in these languages."""
+    """Returns the blocks of a page. If languages are named, only the blocks in these languages."""
     text = (ROOT / page).read_text()
     every: list[Block] = []
     for found in BLOCK.finditer(text):
@@ -102,7 +102,7 @@ def blocks(page: str, *languages: str) -> list[Block]:
 
 
 def snippets(page: str) -> list[Block]:
-    """Python blocks for ranks of a live group."""
+    """Returns the Python blocks for ranks of a live group."""
     return [each for each in blocks(page, "python") if not each.is_program]
 
 
@@ -119,7 +119,7 @@ def commands() -> list[tuple[str, str, str | None]]:
 
 
 def pattern(line: str) -> str:
-    """The regular expression that matches one line of an expected output."""
+    """Returns the regular expression that matches one line of an expected output."""
     if line.strip() == "...":
         return r"(?:[^\n]*\n)*?"
     parts = []
@@ -368,7 +368,7 @@ def test_the_forms_of_issues_ask_for_what_commands_print() -> None:
 
 
 def anchor(heading: str) -> str:
-    """The name under which a heading is linked, as on the site and on forges."""
+    """Returns the name under which a heading is linked, as on the site and on forges."""
     plain = re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
     return re.sub(r"[^\w -]", "", plain).replace(" ", "-")
 

@@ -50,7 +50,7 @@ def mixed(context: Context, group: Any) -> None:
 
 
 def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | None]]:
-    """The explanation of each collective of a group, which must agree with its record."""
+    """Returns the explanation of each collective of a group, which must agree with its record."""
     import torch_sagellm
     from torch_sagellm.observe import explain
 
@@ -146,7 +146,7 @@ def test_over_two_hosts_by_the_batches_they_were_in(
 
 
 def forgotten(context: Context) -> list[str]:
-    """A group that keeps the records of eight operations."""
+    """Uses a group that keeps the records of eight operations."""
     import torch_sagellm
 
     os.environ["SAGELLM_RING"] = "8"

@@ -161,8 +161,8 @@ def late(ctx: Context) -> None:
         "irecv": lambda comm: comm.irecv(torch.ones(1), 1).wait(),
     }
     for number, (name, wait) in enumerate(waits.items()):
-        # The creation of the group has a long deadline, because both ranks must join within it. Equal arguments would
-        # return the last group.
+        # The creation of the group has a long deadline, because both ranks must join within it. With equal arguments,
+        # the call would return the previous group.
         comm = torch_sagellm.create_comm_backend("cpu", timeout=60 + number / 1000)
         backend: Any = comm.group._get_backend(torch.device("cpu"))
         backend._set_default_timeout(timedelta(seconds=0.3))

@@ -191,8 +191,8 @@ def threads(ctx: Context, count: int, turns: int) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_06_threads_each_with_a_group(world_size: int) -> None:
-    """Pitfall 9 and rule 8: groups used from several threads do not block each other, nor does the interpreter's
-    lock."""
+    """Pitfall 9 and rule 8: groups used from several threads do not block each other, and the interpreter's lock does
+    not block them either."""
     run_ranks(threads, world_size, 4, 20)
 
 

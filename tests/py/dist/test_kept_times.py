@@ -28,10 +28,11 @@ def calls(ctx: Context, count: int) -> None:
 
 
 def predictions(ctx: Context) -> tuple[dict[str, tuple[str, float | None]], str]:
-    """Predictions for 64 KiB: whose calls each is based on, and its seconds. Also the text of one explanation.
+    """Returns predictions for 64 KiB: for each, whose calls it is based on, and its seconds. Also returns the text of
+    one explanation.
 
-    Predictions for operations are made before this group has made calls, `after` is made afterwards, and `alone` is for
-    no group.
+    Predictions with the name of an operation are made before this group has made calls, `after` is made afterwards, and
+    `alone` is made without a group.
     """
     import torch_sagellm
 
@@ -72,7 +73,7 @@ def test_a_later_group_predicts_by_the_calls_of_an_earlier_one(tmp_path: Path) -
 
 
 def sealed(body: str) -> str:
-    """``body``, followed by the checksum that the core expects."""
+    """Returns ``body``, followed by the checksum that the core expects."""
     total = 0xCBF29CE484222325
     for byte in body.encode():
         total = (total ^ byte) * 0x100000001B3 % (1 << 64)

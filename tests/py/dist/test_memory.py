@@ -24,7 +24,7 @@ MS_REC, MS_PRIVATE = 16384, 1 << 18
 
 
 def mapped() -> int:
-    """Bytes of memfd mappings of this process."""
+    """Returns the bytes of memfd mappings of this process."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line:
@@ -99,7 +99,7 @@ def test_a_tiny_dev_shm_is_enough() -> None:
 
 
 def memory_group() -> tuple[Path, str, str]:
-    """The folder of this process's memory control group, and the file names of its limit and of its usage."""
+    """Returns the folder of this process's memory control group, and the file names of its limit and of its usage."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

@@ -335,8 +335,8 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
     for work in works + works[::-1]:  # a second wait for the same message returns like the first
         work.wait()
     assert bool((tensor == 5).all()), f"a broadcast of {tensor[0]} overtook the message"
-    # A mismatch cuts the link at once, even if another rank has not finished an earlier operation. So every rank waits
-    # until all have left the barrier.
+    # A mismatch cuts the link immediately, even if another rank has not finished an earlier operation. So every rank
+    # waits until all have left the barrier.
     dist.barrier()
     store.set(f"left {me}", "")
     store.wait([f"left {rank}" for rank in range(n)])
@@ -426,7 +426,7 @@ def test_rules_04_05_and_33_hold_over_hosts(hosts: list[str], world_size: int) -
 
 
 def sockets() -> int:
-    """Number of open TCP sockets of this process."""
+    """Returns the number of open TCP sockets of this process."""
     own = {
         os.stat(f"/proc/self/fd/{fd}").st_ino
         for fd in os.listdir("/proc/self/fd")
@@ -437,8 +437,8 @@ def sockets() -> int:
 
 
 def further_groups(ctx: Context, names: list[str]) -> tuple[int, int, int, int]:
-    """Numbers of TCP sockets with one group, with nine groups, with one group again, and after the last group has
-    ended."""
+    """Returns the numbers of TCP sockets with one group, with nine groups, with one group again, and after the last
+    group has ended."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me = ctx.world_size, ctx.rank
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
@@ -478,8 +478,8 @@ def test_rule_23_further_groups_over_hosts_open_no_connection(hosts: list[str], 
 
 
 def ends_while_made(ctx: Context, names: list[str]) -> list[tuple[int, int, list[str]]]:
-    """Numbers of TCP sockets and descriptors and the names of the threads, after the first groups and after many
-    more."""
+    """Returns the numbers of TCP sockets and descriptors and the names of the threads, after the first groups and after
+    many more."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n = ctx.world_size
     # The default group uses gloo and none of our connections. So each group created below is the only user of our

@@ -99,8 +99,8 @@ def played(scene: Scene) -> Iterator[tuple[net.Network, dist.TCPStore]]:
 
 
 def meets(ctx: Context, name: str, names: list[str], port: int, times: int) -> list[tuple[str, float]]:
-    """For each group: the error of its creation, or "" if its calls gave correct results, and the seconds until
-    then."""
+    """Returns for each group the error of its creation, or "" if its calls gave correct results, and the seconds until
+    that outcome."""
     scene = SCENES[name]
     host = 2 * ctx.rank // ctx.world_size
     net.enter(names[host])

@@ -108,8 +108,8 @@ def in_fresh_group(ctx: Context, call: Callable[[Context, list[list[int]]], str]
 @pytest.mark.parametrize("call", [uneven_all_gather, uneven_reduce_scatter], ids=["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("unit", [8, 1 << 18])
 def test_rule_05_lists_of_sizes_that_differ_are_found(call: Callable[..., str], unit: int) -> None:
-    """Rule 5: the difference is found at every size and on every rank, even if the sums are equal, before a rank writes
-    data of another rank."""
+    """Rule 5: the difference is found at every size and on every rank, even if the sums are equal. It is found before a
+    rank writes data of another rank."""
     for lists in ([[unit, unit], [unit // 2, unit + unit // 2]], [[unit, 2 * unit], [2 * unit, unit]]):
         for text in run_fresh(in_fresh_group, 2, call, lists):
             assert "list of sizes" in text or "lists of sizes" in text, text

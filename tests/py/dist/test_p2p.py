@@ -271,7 +271,7 @@ def test_rule_10_isend_dropped_at_once(world_size: int) -> None:
 
 
 def dropped_under_delegate(ctx: Context, ends: str) -> float:
-    """Exchanges messages of three sizes and drops their Works at once. Then ends the group as `ends` says, while a
+    """Exchanges messages of three sizes and drops their Works immediately. Then ends the group as `ends` says, while a
     receive is pending. Returns the time of day at the end."""
     import torch_sagellm
 

@@ -11,7 +11,7 @@ pytestmark = beyond_gloo("groups of several dimensions")
 
 
 def place(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """The coordinates of a rank in all dimensions, computed by division."""
+    """Returns the coordinates of a rank in all dimensions, computed by division."""
     found = {}
     for name in ("tp", "cp", "pp", "dp"):
         found[name] = rank % sizes[name]

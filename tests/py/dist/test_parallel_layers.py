@@ -240,7 +240,8 @@ def test_small_tensors_travel_together_and_lists_follow_each_other() -> None:
 
 
 def from_where_they_are(ctx: Context, serves: str) -> None:
-    """Lists that a message carries from the tensors' own memory, packed, or partly so, and one that is refused."""
+    """Sends lists whose tensors are sent from their own memory, packed, or partly packed, and receives into a list that
+    is refused."""
     import torch_sagellm
 
     other = {"ours": {}, "delegate": {"pg_options": torch_sagellm.Options(engine="delegate")}}.get(serves)
@@ -346,7 +347,7 @@ def several_callers(ctx: Context) -> None:
     messages, refused = moving.messages, []
 
     def in_the_middle(*given: Any) -> Any:
-        moving.messages = messages  # the header has been sent: as a signal handler here
+        moving.messages = messages  # the header has been sent; a signal handler could run here
         one = [torch.full((size,), -1.0)] * 3
         refused.append(expect_raises(RuntimeError, lambda: torch_sagellm.send_tensors(one, 1, tag=2)))
         return messages(*given)
@@ -361,7 +362,8 @@ def test_transfers_of_several_threads_and_of_signal_handlers_do_not_mix() -> Non
 
 
 def begun_at_once(ctx: Context) -> None:
-    """Lists that fit the window need no thread: their order, with lists on threads between them, and their end."""
+    """Lists that fit the window need no thread. Checks their order, with lists on threads between them, and their
+    end."""
     import torch_sagellm
 
     def lists() -> list[list[torch.Tensor]]:
@@ -387,7 +389,7 @@ def begun_at_once(ctx: Context) -> None:
     assert [each.wait() for each in pending] == [[]] * 5 and [each.wait() for each in pending] == [[]] * 5
     assert all(each.done() for each in pending)
     wrapped = torch.distributed._functional_collectives.AsyncCollectiveTensor(torch.ones(2000))
-    torch_sagellm.isend_tensors([wrapped], 1)  # dropped at once, and arrives all the same
+    torch_sagellm.isend_tensors([wrapped], 1)  # dropped immediately, but arrives nevertheless
     out = [torch.distributed._functional_collectives.AsyncCollectiveTensor(torch.ones(2000))]
     text = expect_raises(ValueError, lambda: torch_sagellm.recv_tensors(1, out=out))
     assert "element 0 of out is a AsyncCollectiveTensor" in text

@@ -198,7 +198,7 @@ def ahead(ctx: Context) -> None:
     for tokens, (_, chosen, _) in zip(given, batches, strict=True):
         coming.append(moe.dispatch_async(tokens, chosen))
         with torch.no_grad():
-            tokens.zero_()  # the memory may be reused at once
+            tokens.zero_()  # the memory may be reused immediately
     for number, (pending, (tokens, _, weights)) in enumerate(zip(coming, batches, strict=True)):
         rows, routing = pending.wait()
         assert pending.wait()[0] is rows and torch.equal(rows, plain[number][0])

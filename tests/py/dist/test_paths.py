@@ -40,7 +40,7 @@ def variables(cables: net.Cables, **more: str) -> dict[str, str]:
 
 
 def reduced(n: int, me: int, count: int) -> tuple[torch.Tensor, float]:
-    """The result of one all_reduce of ``count`` floats, and its seconds."""
+    """Returns the result of one all_reduce of ``count`` floats, and its seconds."""
     found = make(torch.float32, count, me)
     dist.barrier()
     begin = time.monotonic()
@@ -120,7 +120,7 @@ def loses_all(ctx: Context, names: list[str], victims: list[str]) -> str:
             net.cut(names[0], victim)
 
     def reduce_twice() -> None:
-        # Rank 1 may have sent all that rank 0 needs in the first one before the cables were cut.
+        # Before the cables were cut, rank 1 may have sent all that rank 0 needs for the first all_reduce.
         for _ in range(2):
             dist.all_reduce(torch.ones(MIB))
 
@@ -136,8 +136,8 @@ def test_when_all_cables_fail_the_deadline_names_the_other_rank(cables: net.Cabl
 
 
 def dies_after_a_cable(ctx: Context, names: list[str], victim: str) -> float:
-    """Rank 1 writes to a file when it dies. Returns when rank 0 knows it, although one of the two cables failed
-    before."""
+    """Rank 1 writes to a file when it dies. One of the two cables has failed before. Returns the time at which the rank
+    learns of the death."""
     n, me = ctx.world_size, ctx.rank
     enter(names[me * 2 // n])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_is_noticed_although_a_cable_failed_before(cables: net.
 
 
 def other_numbers(ctx: Context, names: list[str]) -> None:
-    """Ranks that want different numbers of connections use as many as the one that wants fewer."""
+    """Ranks that want different numbers of connections use the smallest of these numbers."""
     import torch_sagellm
 
     n, me = ctx.world_size, ctx.rank

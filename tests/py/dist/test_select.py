@@ -140,7 +140,7 @@ SMALL, LARGE = 1000, 1_000_000
 
 
 def over_hosts(context: Context, names: list[str], given: list[str]) -> dict[str, Any]:
-    """Two all_reduces in a group over two hosts, created with this rank's topology. Returns how each was carried
+    """Makes two all_reduces in a group over two hosts, created with this rank's topology. Returns how each was carried
     out."""
     import logging
 
@@ -238,8 +238,8 @@ def with_options(context: Context, names: list[str], given: list[dict[str, Any]]
 
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_a_link_that_is_not_measured_leaves_the_choice_to_the_start_rules(hosts: list[str], by_variable: bool) -> None:
-    """Holds on every rank of a group without a topology, and the explanation says so. The variable has priority over
-    the option."""
+    """The start rules choose on every rank of a group without a topology, and the explanation says so. The variable has
+    priority over the option."""
     options: dict[str, Any] = {"measure_link": by_variable}
     env = {"GLOO_SOCKET_IFNAME": net.INTERFACE} | ({"SAGELLM_MEASURE_LINK": "off"} if by_variable else {})
     with launch(with_options, 4, hosts, [options] * 4, env=env) as job:

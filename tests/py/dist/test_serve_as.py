@@ -70,7 +70,7 @@ def every_way(ctx: Context) -> None:
     real = delegate.build("gloo", Options, delegate.PREFIX, ["127.0.0.1"])
     assert type(real) is torch._C._distributed_c10d.ProcessGroupGloo, "links and delegates are torch's own"
     assert isinstance(real, torch._C._distributed_c10d.ProcessGroupGloo)
-    real.barrier().wait()  # gloo: if a rank leaves at once, its peer fails to connect
+    real.barrier().wait()  # gloo: if a rank leaves too early, its peer fails to connect
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -448,7 +448,7 @@ def test_doctor_says_so() -> None:
 
 
 def looks(group: Any) -> dict[str, Any]:
-    """The attributes that programs read from a gloo group."""
+    """Returns the attributes that programs read from a gloo group."""
     backend = group._get_backend(torch.device("cpu"))
     options = backend.options
     # torch 2.14 added `enable_reconfigure`; our groups always have it.
@@ -473,7 +473,7 @@ def looks_alike(ctx: Context) -> None:
     ctx.init(backend="gloo")
     theirs = looks(dist.group.WORLD)
     given = dist.ProcessGroupGloo._Options()
-    dist.barrier()  # gloo fails on a rank that is still connecting when another one leaves
+    dist.barrier()  # gloo fails on a rank that is still connecting when another rank leaves
     dist.destroy_process_group()
     torch_sagellm.serve_as("gloo")
     ctx.init(backend="gloo", key=f"{ctx.key}/served")
@@ -481,7 +481,7 @@ def looks_alike(ctx: Context) -> None:
     assert isinstance(given, dist.ProcessGroupGloo._Options), "options that were made before"
     assert isinstance(dist.ProcessGroupGloo._Options(), dist.ProcessGroupGloo._Options)
     assert "asked for as gloo" in dist.group.WORLD._get_backend(torch.device("cpu")).describe()
-    # A group that is requested as sagellm has its own name and options at the same time.
+    # Meanwhile, a group that is requested as sagellm has its own name and options.
     other = dist.new_group(backend="sagellm")._get_backend(torch.device("cpu"))
     assert other.name() == "sagellm" and other.options.backend == "sagellm"
     assert not isinstance(other, dist.ProcessGroupGloo)

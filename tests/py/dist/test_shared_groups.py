@@ -53,7 +53,7 @@ def test_the_variable_shares_from_the_first_group_on(value: str) -> None:
 
 
 def values_of(ctx: Context, kind: str) -> list[torch.Tensor]:
-    """The results of collectives if the tensors of all ranks, of no rank, or only of rank 0 can be mapped."""
+    """Returns the results of collectives if the tensors of all ranks, of no rank, or only of rank 0 can be mapped."""
     shares = kind == "all" or (kind == "one" and ctx.rank == 0)
     make = torch_sagellm.empty if shares else torch.empty
     found: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ def fails_here(ctx: Context) -> None:
 
 
 def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
-    """Peers cannot map the tensor that the failed operation was to write until ``resize_`` gives it new memory."""
+    """Peers can no longer map the output tensor of the failed operation, until ``resize_`` gives it new memory."""
     with launch(fails_here, 2, env={"SAGELLM_SHARED_BYTES": str(256 * MIB)}) as job:
         assert job.hear(0) == "failed"
         job.say(1, "end")

@@ -133,7 +133,7 @@ def test_torch_saves_loads_and_sends_them() -> None:
 
 
 def history(make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """The results of autograd and of the version counters for a tensor."""
+    """Returns the results of autograd and of the version counters for a tensor."""
     start = torch.arange(1.0, 1 + 4096 * 4).reshape(4096, 4)
     leaf = make(start).requires_grad_()
     found: list[Any] = [leaf._version, leaf.is_leaf, leaf.stride()]

@@ -122,8 +122,9 @@ def test_counts_and_bytes_are_those_of_the_calls(world_size: int) -> None:
 
 
 def late_three_times(ctx: Context, late: int, size: int) -> tuple[dict[str, Any], list[float], float]:
-    """The statistics of three calls before which one rank sleeps 150 ms; for each rank the milliseconds by which it
-    called before that rank; and the milliseconds from the first rank's start to the last rank's end."""
+    """Makes three calls; before each, rank `late` sleeps 150 ms. Returns the statistics; for each rank, how many
+    milliseconds it called before rank `late`; and the milliseconds from the first rank's start to the last rank's
+    end."""
     import torch_sagellm
 
     tensor = torch.ones(size)
@@ -205,7 +206,7 @@ def groups_apart(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_every_group_counts_for_itself() -> None:
-    """By group and by "all". Groups of another backend do not count."""
+    """Each group has its own counts, and "all" returns them by group. Groups of another backend do not count."""
     run_ranks(groups_apart, 2)
 
 
@@ -639,8 +640,8 @@ def steps_wait(ctx: Context) -> None:
                 dist.all_reduce(one)
                 with step:  # part of the same step
                     dist.all_reduce(one)
-        # If rank 0 does not run for a while between its word to rank 1 and its call, it waits for less, so the steps
-        # are repeated.
+        # If rank 0 does not run for a while between its message to rank 1 and its call, its wait is shorter, so the
+        # steps are repeated.
         dist.broadcast(between, 0)
         if between.item() < 0.05:
             break

@@ -13,7 +13,7 @@ from reference import fold, make, same_bits
 
 
 def layouts(base: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same 2 x 4 x 6 x 8 values in several memory layouts."""
+    """Returns the same 2 x 4 x 6 x 8 values in several memory layouts."""
     shaped = base.reshape(2, 4, 6, 8)
     channels = torch.empty(2, 4, 6, 8, dtype=base.dtype).to(memory_format=torch.channels_last)
     channels.copy_(shaped)

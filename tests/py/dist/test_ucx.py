@@ -49,7 +49,7 @@ def test_every_kind_of_call_is_exact_on_three_hosts(three_hosts: list[str]) -> N
 
 
 def floats(ctx: Context, names: list[str]) -> str:
-    """The hash of the results of all_reduces, whose bits depend on the order of the sums."""
+    """Returns the hash of the results of all_reduces, whose bits depend on the order of the sums."""
     start(ctx, names)
     found = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
@@ -63,9 +63,10 @@ def floats(ctx: Context, names: list[str]) -> str:
 
 @pytest.mark.parametrize("more", [{}, {"UCX_TLS": "all"}, {"SAGELLM_FUSION": "0", "UCX_RNDV_THRESH": "1k"}])
 def test_the_bits_are_those_of_the_link_over_tcp(three_hosts: list[str], more: dict[str, str]) -> None:
-    """Also if UCX uses the shared memory of this machine, and if it leaves even short data at the sender.
+    """The bits are also the same if UCX uses the shared memory of this machine, or if it leaves even short data at the
+    sender.
 
-    The links are not measured: the order of large sums depends on what is measured.
+    The links are not measured, because the order of large sums would then depend on the measurement.
     """
     hashes = set()
     for env in (TCP, {**ENV, "SAGELLM_LOG": "info", **more}):
@@ -149,7 +150,7 @@ def test_a_killed_rank_is_named_in_under_a_second(hosts: list[str], count: int) 
 
 
 def sums(ctx: Context, names: list[str], count: int) -> float:
-    """The seconds of the longest of many pairs of all_reduces."""
+    """Returns the seconds of the longest of many pairs of all_reduces."""
     start(ctx, names)
     ctx.tell("ready")
     longest, begin = 0.0, time.monotonic()
@@ -180,7 +181,7 @@ def test_a_stopped_rank_is_waited_for(hosts: list[str], count: int) -> None:
 
 
 def stops_in_the_middle(ctx: Context, names: list[str]) -> tuple[str, float, float]:
-    """The error of the rank that goes on, the seconds of its last call, and the processor time of that call."""
+    """Returns the error of the rank that goes on, the seconds of its last call, and the processor time of that call."""
     start(ctx, names)
     tensor = torch.ones(16 * MIB)
     dist.all_reduce(tensor)
@@ -195,7 +196,8 @@ def stops_in_the_middle(ctx: Context, names: list[str]) -> tuple[str, float, flo
 
 
 def test_a_rank_that_is_stopped_for_long_is_named_at_the_deadline(hosts: list[str]) -> None:
-    """Its transfer is in flight, and UCX cannot take it back. The rank that waits sleeps meanwhile."""
+    """A transfer to or from the stopped rank is in flight, and UCX cannot take it back. The rank that waits sleeps
+    meanwhile."""
     with launch(stops_in_the_middle, 2, hosts, env=ENV) as job:
         for rank in range(2):
             job.hear(rank)
@@ -260,7 +262,7 @@ def test_if_one_rank_cannot_all_refuse_with_one_text(
 
 
 def caught() -> int:
-    """The mask of the signals that have a handler, without the signals of the C library."""
+    """Returns the mask of the signals that have a handler, without the signals of the C library."""
     with open("/proc/self/status") as lines:
         line = next(line for line in lines if line.startswith("SigCgt"))
     return int(line.split()[1], 16) & 0x7FFF_FFFF

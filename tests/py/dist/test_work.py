@@ -164,8 +164,9 @@ def test_rule_09_many_blocking_callbacks_at_once(count: int) -> None:
 
 
 def callbacks_of_callbacks(ctx: Context) -> None:
-    """Callbacks that wait for futures that they have requested: two at a time, and one in the callback of another. This
-    tests that none waits for ever; what a wait costs is a row of benchmarks/features.py (powersgd)."""
+    """Callbacks that wait for futures that they have requested: two futures at a time, and one future in the callback
+    of another. This tests that no callback waits for ever; what a wait costs is a row of benchmarks/features.py
+    (powersgd)."""
     n = ctx.world_size
 
     def reduced(value: float) -> Any:
@@ -589,8 +590,8 @@ def test_rule_24_no_room_gives_a_reason_not_a_kill() -> None:
 
 
 def gil_free_wait(ctx: Context) -> int:
-    """Rank 1's other thread counts while the main thread is in a call. Rank 0 calls only when it has counted, so if the
-    call kept the interpreter, rank 0 would wait in vain. Returns the ticks before the call's end."""
+    """Rank 1's other thread counts while the main thread is in a call. Rank 0 calls only when that thread has counted.
+    If rank 1's call kept the interpreter's lock, rank 0 would wait in vain. Returns the ticks before the call's end."""
     store = ctx.store()
     if ctx.rank == 0:
         store.wait(["ticked"])

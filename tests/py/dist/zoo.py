@@ -36,7 +36,7 @@ def _leaf(plain: Tensor) -> Tensor:
 
 
 def _beside(plain: Tensor) -> Tensor:
-    """A part of a larger tensor: every second element of its last dimension."""
+    """Returns a part of a larger tensor: every second element of its last dimension."""
     wide = plain.new_full((*plain.shape[:-1], 2 * plain.shape[-1]), FILLER)
     return wide[..., ::2]
 
@@ -76,8 +76,8 @@ class Kind:
     make: Callable[[Tensor], Tensor]
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (4, 3)
-    #: Words for a kind without memory that a call could read: "sparse", "meta", "quantized". Every refusal contains one
-    #: of them.
+    #: For a kind whose tensors have no memory that a call could read: words such as "sparse", "meta", "quantized".
+    #: Every refusal contains one of these words.
     foreign: tuple[str, ...] = ()
 
 
@@ -120,7 +120,7 @@ PLAIN = KINDS["plain"]
 
 
 def numbers(kind: Kind, seed: int, rows: int = 1) -> Tensor:
-    """Small whole numbers of the kind's dtype and shape, the first dimension `rows` times as long."""
+    """Returns small whole numbers of the kind's dtype and shape, the first dimension `rows` times as long."""
     shape = (kind.shape[0] * rows, *kind.shape[1:]) if kind.shape else (rows,) if rows > 1 else ()
     last = shape[-1] if shape else 1
     places = torch.arange(max(1, torch.Size(shape).numel()))
@@ -133,7 +133,7 @@ def numbers(kind: Kind, seed: int, rows: int = 1) -> Tensor:
 
 
 def build(kind: Kind, values: Tensor, device: str = "cpu") -> Tensor:
-    """A tensor of the kind with these values."""
+    """Returns a tensor of the kind with these values."""
     if kind.foreign:
         return kind.make(values.clone())
     tensor = kind.make(torch.zeros(values.shape, dtype=kind.dtype, device=device))
@@ -145,7 +145,7 @@ def build(kind: Kind, values: Tensor, device: str = "cpu") -> Tensor:
 
 
 def memory(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """All bytes of the storage that the tensor is a part of."""
+    """Returns all bytes of the storage that the tensor is a part of."""
     flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
     return flat.cpu().clone()
 
@@ -175,30 +175,30 @@ class Visit:
         return tensor
 
     def update(self, seed: int | None = None) -> Tensor:
-        """A tensor that the call reads and writes. On rank r it has the values of seed r."""
+        """Returns a tensor that the call reads and writes. On rank r it has the values of seed r."""
         return self._take(True, self.me if seed is None else seed, 1)
 
     def write(self, rows: int = 1) -> Tensor:
-        """A tensor that the call only writes."""
+        """Returns a tensor that the call only writes."""
         return self._take(self.role == "into", 5, rows)
 
     def read(self, seed: int | None = None, rows: int = 1) -> Tensor:
-        """A tensor that the call only reads."""
+        """Returns a tensor that the call only reads."""
         return self._take(self.role == "from", self.me if seed is None else seed, rows)
 
     def of(self, seed: int, rows: int = 1) -> Tensor:
-        """The values of a seed."""
+        """Returns the values of a seed."""
         return numbers(self.kind, seed, rows)
 
     def total(self, *seeds: int, rows: int = 1) -> Tensor:
-        """The sum of the values of some seeds; for bool the logical or."""
+        """Returns the sum of the values of some seeds; for bool the logical or."""
         one, other = (numbers(self.kind, seed, rows) for seed in seeds or (0, 1))
         if one.dtype == torch.bool:
             return one | other
         return one.float() + other.float() if one.element_size() == 1 else one + other
 
     def summed(self, *seeds: int, rows: int = 1) -> Tensor:
-        """The sum, converted to the kind's dtype."""
+        """Returns the sum, converted to the kind's dtype."""
         return self.total(*seeds, rows=rows).to(self.kind.dtype)
 
     def expect(self, tensor: Tensor, values: Tensor) -> None:
@@ -210,7 +210,7 @@ class Visit:
         raise AssertionError("an unknown tensor")
 
     def forget_results(self) -> None:
-        """All tensors must have their initial contents at the end."""
+        """Makes `wrong` expect the initial contents of all tensors."""
         self.seen = [(kind, tensor, before) for (kind, tensor, _), before in zip(self.seen, self.given, strict=True)]
 
     def wrong(self, tolerance: float = 0.0) -> str:

@@ -158,7 +158,7 @@ class Place:
 
 
 def expected(name: str, kind: Kind, call: Call, role: str, place: Place) -> tuple[Ends, bool]:
-    """The outcome of a case, and whether a list has it. The lists of the place come first."""
+    """Returns the outcome of a case, and whether a list has it. The lists of the place come first."""
     case = f"{name}/{next(each for each, other in CALLS.items() if other is call)}/{role}"
     for row in [*place.listed, *LISTED]:
         if any(fnmatchcase(case, pattern) for pattern in row.cases):

@@ -1,4 +1,4 @@
-"""accelerate's ``PartialState`` and ``Accelerator``, which know the name "gloo" only, with their gather and reduce."""
+"""accelerate's ``PartialState`` and ``Accelerator``, with their gather and reduce. They know only the name "gloo"."""
 
 from __future__ import annotations
 

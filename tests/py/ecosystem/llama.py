@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 
 
 def small_llama(layers: int, positions: int) -> LlamaConfig:
-    """The configuration of a Llama for sequences of up to ``positions`` bytes; its heads can be split over 2 ranks."""
+    """Returns the configuration of a Llama for sequences of up to ``positions`` bytes; its heads can be split over 2
+    ranks."""
     return LlamaConfig(
         vocab_size=256,
         hidden_size=64,

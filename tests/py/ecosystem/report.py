@@ -1,8 +1,8 @@
 """What a program of this folder reports to its test: its numbers, and how many operations the groups of sagellm
 counted.
 
-Each rank writes its own file, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of them. Besides the numbers that are
-compared it contains the time of a step, for ``speed.py``.
+Each rank writes its own file, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of these files. Besides the numbers
+that are compared, a file contains the time of a step, for ``speed.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ended: list[float] = []
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """A hash of all bits of these tensors, in order."""
+    """Returns a hash of all bits of these tensors, in order."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -46,7 +46,7 @@ def step() -> None:
 
 
 def step_ms() -> float | None:
-    """The median time of a step in milliseconds, or None if too few were counted."""
+    """Returns the median time of a step in milliseconds, or None if too few were counted."""
     times = [1e3 * (end - begin) for begin, end in zip(_ended[WARMING:], _ended[WARMING + 1 :], strict=False)]
     return statistics.median(times) if times else None
 

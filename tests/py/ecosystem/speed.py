@@ -26,7 +26,7 @@ PRIVATE = {"its own path": (True, {"ECOSYSTEM_PRIVATE_PATH": "1"})}
 
 
 def start(program: Program, rival: tuple[bool, dict[str, str]]) -> float:
-    """Milliseconds of a step on the slowest rank."""
+    """Returns the milliseconds of a step on the slowest rank."""
     served, variables = rival
     with tempfile.TemporaryDirectory() as folder:
         times = [rank["ms"] for rank in run(program, Path(folder) / "run", served, **variables)]

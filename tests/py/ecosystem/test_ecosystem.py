@@ -56,7 +56,7 @@ PROGRAMS = [
 
 
 def surroundings(place: Path, served: bool, variables: dict[str, str]) -> dict[str, str]:
-    """The environment of a program that reports into this folder."""
+    """Returns the environment of a program that reports into this folder."""
     environment = {**os.environ, **variables, "ECOSYSTEM_REPORT": str(place / "report"), "OMP_NUM_THREADS": "1"}
     environment.pop("SAGELLM_AS", None)
     # DeepSpeed compiles one of its operators with the ninja of this environment.

@@ -31,7 +31,7 @@ TABLES = {
 
 
 def sharded() -> DistributedModelParallel:
-    """The model, its tables split, the rest copied to each rank."""
+    """Returns the model, its tables split, the rest copied to each rank."""
     tables = [
         EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=16) for name in TABLES
     ]
@@ -54,7 +54,7 @@ def sharded() -> DistributedModelParallel:
 
 
 def batch(number: int) -> Batch:
-    """This rank's inputs of one step: dense numbers, the words that belong to them, and the labels."""
+    """Returns this rank's inputs of one step: dense numbers, the words that belong to them, and the labels."""
     source = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     lengths = torch.randint(0, 4, (len(TABLES) * BATCH,), generator=source)
     values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=source)

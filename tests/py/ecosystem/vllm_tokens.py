@@ -42,8 +42,8 @@ CONFIG = {
 PROMPT = list(range(1, 17))
 TOKENS = 64
 #: How the model is split over the 2 ranks. vLLM 0.32 makes the buffers of a pipeline's later ranks while it warms up a
-#: compiled model. With enforce_eager it makes none and fails, so this mode traces the model, but "eager" compiles
-#: nothing.
+#: compiled model. With enforce_eager it makes no buffers and fails. So this mode traces the model, with the backend
+#: "eager", which compiles nothing.
 SPLITS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2, "enforce_eager": True},
     "pipeline": {"pipeline_parallel_size": 2, "compilation_config": {"mode": 2, "backend": "eager"}},
@@ -51,7 +51,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 def generate(llm: LLM, logprobs: int | None = None) -> Any:
-    """What follows the prompt: tokens, and with `logprobs` how probable each was."""
+    """Returns what follows the prompt: tokens, and with `logprobs` how probable each was."""
     settings = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=logprobs)
     prompt: Any = {"prompt_token_ids": PROMPT}
     return llm.generate([prompt], settings, use_tqdm=False)[0].outputs[0]

@@ -15,19 +15,19 @@ from limits import patience
 
 
 def shm_names() -> set[str]:
-    """Names of the files in /dev/shm, including those of other programs."""
+    """Returns the names of the files in /dev/shm, including those of other programs."""
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
 
 
 def nothing_left(pids: Iterable[int]) -> None:
-    """Fails if /dev/shm keeps a file whose name contains this project's name or one of these process ids, which torch
-    and Python put into names. Files of other programs may appear and disappear meanwhile."""
+    """Fails if /dev/shm keeps a file whose name contains this project's name or one of these process ids. (Names that
+    torch and Python choose contain process ids.) Files of other programs may appear and disappear meanwhile."""
     ours = re.compile("sagellm|" + "|".join(rf"(?<!\d){pid}(?!\d)" for pid in pids))
     until(lambda: not any(ours.search(name) for name in shm_names()), 3, f"the end of {shm_names()} in /dev/shm")
 
 
 def shm_files_of(pid: int) -> set[str]:
-    """Names of the files in /dev/shm that a process has open or mapped. Deleted files do not count."""
+    """Returns the names of the files in /dev/shm that a process has open or mapped. Deleted files do not count."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     targets = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line]
     for fd in Path(f"/proc/{pid}/fd").iterdir():
@@ -37,7 +37,7 @@ def shm_files_of(pid: int) -> set[str]:
 
 
 def sockets_of(pid: int) -> set[str]:
-    """Inodes of the sockets that a process holds."""
+    """Returns the inodes of the sockets that a process holds."""
     found = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -48,13 +48,13 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def unix_sockets() -> set[str]:
-    """Inodes of all unix sockets of this machine."""
+    """Returns the inodes of all unix sockets of this machine."""
     lines = Path("/proc/net/unix").read_text().splitlines()[1:]
     return {line.split()[6] for line in lines}
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Returns whether a process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:

@@ -58,7 +58,7 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
     else:
         text = expect_raises(RuntimeError, work_for_ever)
     failed = time.monotonic()
-    again = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))  # later operations fail at once
+    again = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))  # later operations fail immediately
     assert time.monotonic() - failed < patience(1.0) and again
     _leave()
     return failed, text
@@ -74,7 +74,7 @@ def test_kill_9_fails_the_others_in_under_a_second(kind: str, victim: int) -> No
         for rank in range(3):
             assert job.hear(rank) == "ready"
         if kind == "async":
-            for rank in others:  # a death before that would fail the call that issues
+            for rank in others:  # an earlier death would fail the call that issues
                 assert job.hear(rank) == "issued"
         else:
             time.sleep(0.5)  # until the other ranks are in their calls
@@ -506,7 +506,7 @@ def hanging(ctx: Context, how: str) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("how", ["sync", "wait", "recv", "barrier", "large"])
 def test_rule_08_ctrl_c_ends_a_hanging_job(how: str) -> None:
-    """Rule 8: SIGINT during a blocking wait raises KeyboardInterrupt at once, and the process exits."""
+    """Rule 8: SIGINT during a blocking wait raises KeyboardInterrupt immediately, and the process exits."""
     with launch(hanging, 2, how) as job:
         job.hear(0)
         job.hear(1)

@@ -278,7 +278,7 @@ def works_alone(ctx: Context, backend: str, store: str) -> str:
 
 
 def forks(ctx: Context, backend: str, when: str) -> list[str]:
-    """The texts of a child that creates a group and of a child that calls its parent's group."""
+    """Returns the texts of a child that creates a group and of a child that calls its parent's group."""
     import torch_sagellm
 
     if backend == "gloo":

@@ -109,7 +109,7 @@ def start(job: Job) -> None:
 
 
 def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str]:
-    """The error texts of these ranks. Checks that each came at the deadline."""
+    """Returns the error texts of these ranks. Checks that each came at the deadline."""
     for rank in ranks:
         assert job.hear(rank) == "done"
     for rank in ranks:
@@ -254,8 +254,8 @@ def other_roots(ctx: Context, names: list[str]) -> str | None:
 
 
 def test_ranks_that_wait_for_each_others_data_over_hosts_get_both_calls_at_once(hosts: list[str]) -> None:
-    """No data is exchanged, so nothing but a rank's Question shows that the calls differ. That comes long before the
-    deadline, whose text would name it."""
+    """No data is exchanged, so nothing but a rank's Question shows that the calls differ. The Question comes long
+    before the deadline; an error at the deadline would name the deadline."""
     with launch(other_roots, 2, hosts, env=ENV) as job:
         start(job)
         for rank in range(2):
@@ -286,7 +286,8 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int
         assert len(steps) == ranks and {a for a, _ in steps} == {str(rank) for rank in range(ranks)}, circle[1]
         assert all(b == steps[(at + 1) % ranks][0] for at, (_, b) in enumerate(steps)), circle[1]
     if ranks == 2:
-        # The rank whose deadline passes last may find that the other rank has given up. Then the other's text counts.
+        # The rank whose deadline passes last may find that the other rank has given up. Then the other rank's text
+        # counts.
         first = next(rank for rank in range(ranks) if circles[rank])
         text = re.sub(r"rank ([01])\b", lambda found: f"rank {int(found[1]) ^ first}", texts[first] or "")
         compare("hang_mismatched_groups", re.sub(r"group '\d+'", "group '<name>'", text))
@@ -334,7 +335,7 @@ def test_one_line_at_the_soft_limit_and_the_operation_goes_on(process: str, opti
         lines = [job.ranks[rank].output().splitlines() for rank in range(2)]
     found = [line for line in lines[0] if "has waited" in line]
     assert len(found) == 1, lines
-    # Rank 1 waits for no one, unless the machine does not run rank 0 for so long.
+    # Rank 1 reaches the soft limit only if the machine does not run rank 0 for that long.
     assert not lines[1] or took >= SOFT, (took, lines)
     assert f":{line_of('mark: slow here')} in slow" in found[0], found
     compare("hang_soft_limit", found[0])
@@ -387,8 +388,7 @@ def quiet(ctx: Context) -> int:
 
 
 def test_operations_that_end_in_time_ask_nobody() -> None:
-    """A rank logs no more lines than it had operations that were late, which on a machine that does not stall are
-    none."""
+    """A rank logs no more lines than it had late operations. On a machine that does not stall, none is late."""
     with launch(quiet, 2, env={"SAGELLM_SOFT_TIMEOUT": str(QUIET)}) as job:
         for each, late in zip(job.ranks, job.values(), strict=True):
             lines = each.output().splitlines()

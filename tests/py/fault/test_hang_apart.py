@@ -27,7 +27,7 @@ TIMEOUT = 8
 
 
 def second_group(ctx: Context, size: int, engine: str) -> Any:
-    """A group of the first `size` ranks with a separate store."""
+    """Returns a group of the first `size` ranks with a separate store."""
     import torch_sagellm
     from torch_sagellm._private import delegate, register
 

@@ -17,7 +17,7 @@ pytestmark = beyond_gloo("each group has its own connections")
 
 
 def descriptors() -> list[str]:
-    """The targets of this process's open descriptors."""
+    """Returns the targets of this process's open descriptors."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -36,7 +36,7 @@ def sums_up(group: dist.ProcessGroup) -> None:
 
 
 def founder() -> Any:
-    """The backend of the default group, in which the ranks first met."""
+    """Returns the backend of the default group, in which the ranks first met."""
     return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
 
 
@@ -98,7 +98,7 @@ def test_rule_25_a_death_is_noticed_in_every_group(victim: int) -> None:
         for rank in range(3):
             assert job.hear(rank) == "ready"
         others = [rank for rank in range(3) if rank != victim]
-        for rank in others:  # a death before that would fail the call that issues
+        for rank in others:  # an earlier death would fail the call that issues
             assert job.hear(rank) == "issued"
         pid = job.pid(victim)
         job.signal(victim, signal.SIGKILL)

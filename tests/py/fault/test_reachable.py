@@ -1,5 +1,5 @@
 """Tensors that peers can map (docs/internals/shared_tensors.md). If a rank was stopped and continues, it changes no
-tensor whose operation has failed. It also does not take what a peer wrote after the failure for the operation's
+tensor whose operation has failed. It also does not mistake what a peer wrote after the failure for the operation's
 data."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether the result of a call is correct, if each rank r filled its input with the number r + 1."""
+    """Returns whether the result of a call is correct, if each rank r filled its input with the number r + 1."""
     ranks = dist.get_world_size()
     total, part = ranks * (ranks + 1) / 2, COUNT // ranks
     if kind in ("all_reduce", "broadcast"):
@@ -91,8 +91,8 @@ def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
         assert right(kind, mine, result), f"wrong numbers in call {turn}"
         turn += 1
         if turn == 3:
-            # The timeout is not shortened earlier, because the first calls populate the memory, which takes long if
-            # many tests run at the same time, and a rank may still be in such a call while another has left it.
+            # The timeout is not shortened earlier: the first calls populate the memory, which takes long if many tests
+            # run at the same time. A rank may still be in such a call when another rank has already left it.
             ctx.tell("running")
             ctx.listen()
             ctx.set_timeout(timedelta(seconds=1))

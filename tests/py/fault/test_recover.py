@@ -29,7 +29,7 @@ BETWEEN = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 def adds(members: list[int], first: int) -> None:
     """Checks that the default group can sum and can create a group. `members` has its ranks' numbers in the first
-    group; `first` is this rank's."""
+    group; `first` is this rank's number there."""
     place = members.index(first)
     assert (dist.get_world_size(), dist.get_rank()) == (len(members), place)
     assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(len(members)))
@@ -452,7 +452,7 @@ def over_hosts(ctx: Context, names: list[str], engine: str, victims: list[int]) 
 @pytest.mark.parametrize("victims", [[3], [0, 1], [1, 2, 3]], ids=["one of a host", "a whole host", "all but one"])
 @pytest.mark.parametrize("engine", ["auto", "delegate"])
 def test_over_two_hosts(hosts: list[str], engine: str, victims: list[int]) -> None:
-    """A kill -9 is detected at once, even if it hits all ranks of a host, because the host's kernel still refuses
+    """A kill -9 is detected immediately, even if it hits all ranks of a host, because the host's kernel still refuses
     connections."""
     left = [rank for rank in range(4) if rank not in victims]
     with launch(over_hosts, 4, hosts, engine, victims, env=BETWEEN) as job:
@@ -558,7 +558,7 @@ def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this file and does not release it."""
+    """Returns whether a process holds the lock of this file and does not release it."""
     with path.open("rb+") as file:
         for _ in range(40):
             try:

@@ -19,8 +19,8 @@ ABORT = 1  # torch.distributed.distributed_c10d.SHRINK_ABORT
 
 
 def adds(members: list[int], first: int) -> None:
-    """Checks that the default group adds and gathers objects. `members` are its ranks in the first group; `first` is
-    this rank's."""
+    """Checks that the default group adds and gathers objects. `members` has its ranks' numbers in the first group;
+    `first` is this rank's number there."""
     assert dist.get_world_size() == len(members) and dist.get_rank() == members.index(first)
     for asynchronous in (False, True):
         value = torch.full((1000,), float(first + 1))

@@ -80,7 +80,7 @@ def quiet(ctx: Context) -> None:
         for size in (1, 1000, 100_000):
             tensor = torch.full((size,), float(ctx.rank))
             dist.all_reduce(tensor, group=group)
-            tensor += ctx.rank  # the program may change its result at once
+            tensor += ctx.rank  # the program may change its result immediately
             dist.broadcast(tensor, 1, group=group)
             dist.all_reduce(tensor[::2], group=group, async_op=True).wait()
             dist.barrier(group)

@@ -24,7 +24,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 def no_card() -> str:
-    """Why nothing can run on a card here; empty if it can."""
+    """Returns why nothing can run on a card here, or an empty text if something can."""
     if torch.cuda.is_available():
         return ""
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -40,14 +40,14 @@ def version_of(library: str) -> tuple[int, int, int]:
 
 @functools.cache
 def nccl_version() -> tuple[int, int, int]:
-    """The version of the library that serves a group: the one that is named, or torch's own."""
+    """Returns the version of the library that serves a group: the one that is named, or torch's own."""
     places = [Path(folder) / "nvidia/nccl/lib/libnccl.so.2" for folder in site.getsitepackages()]
     named = os.environ.get("SAGELLM_NCCL_LIBRARY") or next(map(str, filter(Path.is_file, places)), "libnccl.so.2")
     return version_of(named)
 
 
 def not_shared() -> str:
-    """Why several ranks cannot use one card; empty if they can."""
+    """Returns why several ranks cannot use one card; empty if they can."""
     reason = no_card()
     if reason:
         return reason
@@ -59,12 +59,12 @@ def not_shared() -> str:
 
 @functools.cache
 def rivals_version() -> tuple[int, int, int]:
-    """The version of the library that torch's own backend calls: torch's copy, or one that LD_PRELOAD names."""
+    """Returns the version of the library that torch's own backend calls: torch's copy, or one that LD_PRELOAD names."""
     return version_of("libnccl.so.2")  # loaded with torch, and found by its name
 
 
 def rival_not_shared() -> str:
-    """Why several ranks cannot use one card over torch's own backend; empty if they can."""
+    """Returns why several ranks cannot use one card over torch's own backend; empty if they can."""
     reason = not_shared()
     if reason or rivals_version() >= SHARES_A_CARD:
         return reason

@@ -1,6 +1,6 @@
 """What a program sees when calls fail on an NVIDIA card, and the first calls of each sort. The ranks share one card.
 
-`tests/py/device` has the same on simulators, with every sort of call and of failure.
+`tests/py/device` tests the same on simulators, with every sort of call and of failure.
 """
 
 from __future__ import annotations
@@ -308,8 +308,7 @@ def test_a_replay_that_waits_for_a_dead_rank_ends() -> None:
 
 
 def memory(ctx: Context, asynchronous: bool) -> list[int]:
-    """MiB that are held after a call of 256 MiB was waited for and its tensor was dropped: right then, and 0.3 s
-    later."""
+    """Waits for a call of 256 MiB and drops its tensor. Returns how many MiB are held right then and 0.3 s later."""
     begin(ctx)
     dist.all_reduce(torch.ones(10, device="cuda"))
     torch.cuda.synchronize()

@@ -59,7 +59,7 @@ def eager(ctx: Context, device: str) -> None:
 
 
 def test_a_group_that_is_bound_to_its_device() -> None:
-    """`device_id=` makes the communicator at once; a further group and a barrier follow it."""
+    """`device_id=` makes the communicator immediately. A further group and a barrier then work."""
     on_card(1, eager, device_id=torch.device("cuda", 0))
 
 
@@ -158,7 +158,7 @@ def test_fsdp2_trains_as_over_nccl(mixed: bool) -> None:
 
 
 def results(ctx: Context, device: str) -> dict[str, list[Any]]:
-    """The results of each collective, as nested numbers."""
+    """Returns the results of each collective, as nested numbers."""
     found: dict[str, list[Any]] = {}
     for what, call in on_device.calls(ctx.world_size, ctx.rank, device).items():
         if what in BEYOND_NCCL:

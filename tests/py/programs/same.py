@@ -36,7 +36,7 @@ def same_as_gloo(program: Program, world_size: int, *args: Any, loose: bool = Fa
 
 
 def weights(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Copies of all parameters and buffers."""
+    """Returns copies of all parameters and buffers."""
     state = [*module.parameters(), *module.buffers()]
     return [each.detach().clone() for each in state]
 
@@ -61,6 +61,6 @@ class Net(torch.nn.Module):
 
 
 def batch(step: int, size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's data of one step."""
+    """Returns this rank's data of one step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)

@@ -19,7 +19,7 @@ PACKAGE = EXAMPLES.parent / "torch_ext" / "torch_sagellm" / "demos"
 #: Programs that the package has, for `torch-sagellm demo`; the example only starts them.
 DEMOS = {"09_hang.py": "hang.py", "train_gpt.py": "train_gpt.py"}
 SECONDS = 60  # time limit of an example on an idle machine with two cores
-#: Arguments that make the demo, which trains for minutes, a short one.
+#: Arguments that shorten the demo, which otherwise trains for minutes.
 SHORT = ["--steps", "12", "--rounds", "2", "--profile-steps", "2", "--data-mib", "0.5"]
 #: Examples in which each process of torchrun runs its rank as a child process: the child's arguments, and the rank that
 #: is killed.
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: the examples are about th
 
 
 def command(example: Path) -> tuple[int, str]:
-    """The number of ranks and the file in the first torchrun command of an example's head."""
+    """Returns the number of ranks and the file in the first torchrun command of an example's head."""
     head = ast.get_docstring(ast.parse(example.read_text())) or ""
     found = re.search(r"^ *(torchrun .*)$", head, re.M) or re.search(r"^ *(torchrun .*)$", example.read_text(), re.M)
     assert found, f"{example.name} does not say how torchrun starts it"
@@ -61,7 +61,7 @@ def as_main(context: Context, name: str, words: list[str]) -> None:
     import."""
     import torch.distributed as dist
 
-    # As under torchrun, the store exists already, and each job has its own part of it.
+    # As under torchrun, the store exists already, and each job has its own part of the store.
     os.environ.update(RANK=str(context.rank), WORLD_SIZE=str(context.world_size), LOCAL_RANK=str(context.rank))
     dist.rendezvous = lambda *_, **__: iter([(context.store(), context.rank, context.world_size)])
     dist.distributed_c10d.rendezvous = dist.rendezvous
@@ -72,7 +72,8 @@ def as_main(context: Context, name: str, words: list[str]) -> None:
 
 
 def other_runs() -> list[tuple[str, int, str]]:
-    """Example, number of ranks, and arguments, for 2, 3 and 4 ranks except the number that the example's head names."""
+    """Returns example, number of ranks, and arguments, for 2, 3 and 4 ranks except the number that the example's head
+    names."""
     few = {"03_tensor_parallel.py": "--count 8"}
     runs = [(name, ranks, few.get(name, "")) for name in NAMES for ranks in {2, 3, 4} - {command(EXAMPLES / name)[0]}]
     hangs = [

@@ -38,8 +38,8 @@ def test_ddp_script(ranks: int) -> None:
 def test_accelerate_scripts(module: str) -> None:
     """What `accelerate test` runs, and its scripts for operations and gradient accumulation.
 
-    Its test_distributed_data_loop is left out: it joins uneven inputs, which accelerate does for accelerators only. On
-    the CPU the ranks then call different collectives (over gloo it hangs).
+    accelerate's test_distributed_data_loop is left out: it joins uneven inputs, which accelerate does for accelerators
+    only. On the CPU the ranks then call different collectives (over gloo it hangs).
     """
     output = torchrun(HERE / "accelerate_script.py", 2, BACKEND, module, timeout=380)
     assert output.count("ended well") == 2, output

@@ -668,9 +668,9 @@ def member(
 ) -> None:
     """The main loop of a rank process: runs the programs that the test sends, one after the other.
 
-    `hosts` are network namespaces among which the ranks are distributed. With `vendor`, tensors are on a device: on a
-    real card if it is "card", else on a simulated device, with the simulated library of that vendor or, if it is "",
-    without one. `reachable` is passed to `Rank`.
+    `hosts` are network namespaces among which the ranks are distributed. With `vendor`, tensors are on a device. "card"
+    means a real card. Any other value means a simulated device, with the simulated library of that vendor or, for "",
+    without a library. `reachable` is passed to `Rank`.
     """
     device, who = "cpu", ""
     if hosts:

@@ -1,8 +1,8 @@
 """Draws a legal program from a seed.
 
 The steps are drawn one after the other. A `Model` without numbers follows and knows which operations are under way, so
-each step is legal when it is drawn: it does not wait for an operation that cannot have ended, and does not use memory
-that another group uses. Numbers stay so small that every type holds them exactly; `Sizes` tracks that.
+each step is legal when it is drawn. A step does not wait for an operation that cannot have ended, and does not use
+memory that another group uses. Numbers stay so small that every type holds them exactly; `Sizes` tracks that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BORDERS = [0, 1, 4, 8, 60, 512, 4095, 4096, 4097, 8192, 65_536, 65_540, 1 << 20,
 #: Calls that a rank may make instead of the agreed one, because the core detects the difference. Different forms of one
 #: collective, such as all_gather and all_gather_into, may have equal signatures, so only one of them is listed.
 UNLIKE = ["all_reduce", "broadcast", "reduce", "all_gather_into", "reduce_scatter_into", "gather", "scatter", "barrier"]
-#: Calls in a region. A list may follow them; torch itself collects its calls.
+#: Calls in a region. A list may follow them; torch itself collects the calls of the list.
 IN_REGIONS = [
     "broadcast",
     "reduce",
@@ -52,7 +52,7 @@ IN_REGIONS = [
 LISTS = ["reduce_list", "gather_list", "scatter_list"]
 #: Causes that end a region early: a call that is rejected, the program's own exception, KeyboardInterrupt, a signal.
 CAUSES = ["refused", "own", "raised", "signal"]
-#: Microseconds after which a signal comes. A region takes some hundred.
+#: Microseconds after which a signal comes. A region takes some hundred microseconds.
 MOMENTS = [50, 200, 500, 1500, 5000]
 ONE_PIECE = {"all_gather_into", "reduce_scatter_into", "all_to_all_single", "gather_list", "scatter_list"}
 
@@ -216,12 +216,12 @@ class Draw:
         return [g for g, ranks in enumerate(self.program.groups) if len(ranks) >= least and not gone & set(ranks)]
 
     def may_follow(self, node: Node, g: int, collective: bool) -> bool:
-        """True if an operation of group `g` may use memory of `node`, which is in flight."""
+        """Returns whether an operation of group `g` may use memory of `node`, which is in flight."""
         taste = self.taste
         return node.group == g and taste.ordered and (taste.mixed or (node.collective and collective))
 
     def count(self, dtype: str, parts: int) -> int:
-        """A number of elements, so small that `parts` such parts fit into a buffer."""
+        """Returns a number of elements, so small that `parts` such parts fit into a buffer."""
         size = DTYPES[dtype][0]
         room = min(count for kind, count in self.program.buffers if kind == dtype) // (2 * parts + 1)
         most = min(self.largest // size, room)
@@ -232,11 +232,12 @@ class Draw:
         return self.rng.randint(0, most)
 
     def body(self, dtype: str, parts: int) -> int:
-        """The number of elements of a message. gloo has no empty messages."""
+        """Returns the number of elements of a message. gloo has no empty messages."""
         return max(self.count(dtype, parts), 1 if self.taste.delegated else 0)
 
     def view(self, rank: int, dtype: str, count: int, taken: list[View], one_piece: bool) -> View | None:
-        """A view of `count` elements that shares no element with the views in `taken`; None if none was found."""
+        """Returns a view of `count` elements that shares no element with the views in `taken`; None if none was
+        found."""
         rng, taste = self.rng, self.taste
         buffers = [b for b, (kind, _) in enumerate(self.program.buffers) if kind == dtype]
         for _ in range(8):
@@ -263,7 +264,8 @@ class Draw:
         return None
 
     def layout(self, count: int) -> tuple[list[int], list[int]]:
-        """Sizes and strides of every second element, or of a matrix that is transposed or a part of a wider one."""
+        """Returns the sizes and strides of every second element, or of a matrix that is transposed or a part of a wider
+        one."""
         rows = next((r for r in (7, 5, 4, 3, 2) if count % r == 0), 1)
         columns, draw = count // rows, self.rng.random()
         if rows == 1 or draw < 0.4:
@@ -275,7 +277,7 @@ class Draw:
     # ---------------------------------------------------------------------------------------------- collectives
 
     def collective(self, kind: str, g: int, dtype: str, root: int, count: int | None = None) -> Step | None:
-        """A collective without `how`. None if no memory was found for it."""
+        """Returns a collective without `how`. None if no memory was found for it."""
         rng, members = self.rng, self.program.groups[g]
         n = len(members)
         step: Step = {"do": kind, "g": g, "ins": [[] for _ in members], "outs": [[] for _ in members]}
@@ -463,7 +465,7 @@ class Draw:
         return calls
 
     def hangs(self, calls: list[Step], g: int) -> bool:
-        """True if these calls wait for an operation that cannot have happened yet."""
+        """Returns whether these calls wait for an operation that cannot have happened yet."""
         last = self.model.last.get(g)
         return (last is not None and not last.done) or any(
             not node.done
@@ -567,7 +569,7 @@ class Draw:
         return True
 
     def batch(self) -> bool:
-        """Every rank sends to the next one, or messages are random. Each rank issues all of its messages at once."""
+        """Every rank sends to the next one, or messages are random. Each rank issues all of its messages together."""
         rng, groups = self.rng, self.groups(2)
         if not groups:
             return False
@@ -858,7 +860,7 @@ class Draw:
         return self.disagreement(step, other, odd, "list")
 
     def lists(self, kind: str, g: int, dtype: str, lengths: list[int]) -> Step | None:
-        """A collective whose members' blocks have these lengths."""
+        """Returns a collective whose members' blocks have these lengths."""
         members = self.program.groups[g]
         step: Step = {"do": kind, "g": g, "ins": [[] for _ in members], "outs": [[] for _ in members]}
         if kind == "all_to_all_single":
@@ -891,13 +893,13 @@ class Draw:
 
 
 def interleaved(one: View, other: View) -> bool:
-    """True if the two spans overlap and at least one of the views is not contiguous."""
+    """Returns whether the two spans overlap and at least one of the views is not contiguous."""
     (low, high), (begin, end) = span(one), span(other)
     return low < end and begin < high and not (contiguous(one) and contiguous(other))
 
 
 def circular(node: Node, conflicts: list[Node]) -> bool:
-    """True if one of these operations waits for `node`, which would then wait for itself."""
+    """Returns whether one of these operations waits for `node`, which would then wait for itself."""
     todo, seen = list(conflicts), set()
     while todo:
         each = todo.pop()
@@ -914,7 +916,7 @@ def buffers_of(step: Step, name: str) -> list[int]:
 
 
 def generate(seed: Any, taste: Taste = Taste()) -> Program:
-    """The program of a seed. A seed always gives the same program."""
+    """Returns the program of a seed. A seed always gives the same program."""
     for turn in range(20):
         try:
             return attempt(f"{seed}" if turn == 0 else f"{seed}/{turn}", str(seed), taste)

@@ -31,7 +31,7 @@ class Span(ctypes.Structure):
 
 @cache
 def timer() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """A timer of the kernel, which sends its signal while the interpreter runs other code."""
+    """Returns a timer of the kernel, which sends its signal while the interpreter runs other code."""
     library, made = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
     event = Event(None, signal.SIGINT, 0, b"")
     if library.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(made)) != 0:

@@ -1,16 +1,16 @@
 """Executes a program in one process: what every rank's memory must hold, and whether the program is legal.
 
-In the model, an operation happens when all its ranks have issued it, and these earlier operations have happened: every
-collective of its group (for a message, every message of the same ranks and tag), and every operation that uses the same
-memory on one of its ranks. Each rank's memory then holds exactly what the order of issue says. No backend may choose a
-later moment, so a program that ends here ends on every backend. A program is illegal if torch's rules define no result:
-a rank waits for an operation that cannot happen yet, two groups use memory at the same time, or the program itself
-writes memory that an operation still needs.
+In the model, an operation happens when all its ranks have issued it and two sorts of earlier operations have happened:
+every collective of its group (for a message, every message of the same ranks and tag), and every operation that uses
+the same memory on one of its ranks. Each rank's memory then holds exactly what the order of issue says. No backend may
+choose a later moment, so a program that ends here ends on every backend. A program is illegal if torch's rules define
+no result: a rank waits for an operation that cannot happen yet, two groups use memory at the same time, or the program
+itself writes memory that an operation still needs.
 
-A rank knows that an operation has ended if the call was synchronous, or if the rank has waited for the operation. The
-end of a later operation that had to follow it on the same memory shows the same (but not for a send, which may continue
-from a copy). A barrier shows the end of collectives of its group that the rank issued before, and of messages that the
-rank sent and whose receiver had received them before the barrier.
+A rank knows that an operation has ended if the call was synchronous, or if the rank has waited for the operation. It
+also knows this if a later operation that had to follow on the same memory has ended (but not for a send, which may
+continue from a copy). A barrier shows the end of collectives of its group that the rank issued before, and of messages
+that the rank sent and the receiver had received before the barrier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Illegal(Exception):
 
 
 def initial(dtype: str, count: int, rank: int, buffer: int, base: int = 0) -> torch.Tensor:
-    """The contents of a buffer at the beginning, or after a `fill` with this `base`: small whole numbers."""
+    """Returns the contents of a buffer at the beginning, or after a `fill` with this `base`: small whole numbers."""
     period = [(5 * i + rank * 3 + buffer + base) % 7 + rank + 1 for i in range(7)]
     return torch.tensor(period, dtype=getattr(torch, dtype)).repeat(count // 7 + 1)[:count]
 
@@ -85,8 +85,8 @@ Check = tuple[View, Any]
 
 
 class Model:
-    """The state of a program while it is executed. With `values` the model computes the memory of every rank. Without,
-    it only decides whether the program is legal."""
+    """The state of a program while it is executed. With `values` the model computes the memory of every rank. Without
+    `values`, it only decides whether the program is legal."""
 
     def __init__(self, program: Program, values: bool, own: int = -1, ordered: bool = True) -> None:
         self.program, self.values, self.own, self.ordered = program, values, own, ordered
@@ -279,7 +279,8 @@ class Model:
             self.waiting.append(node)
         self._issue(rank, node, [(view, False) for view in step["views"].get(str(rank), [])])
         if self.values and rank in step["senders"]:
-            # The sender's memory is final here, because it has waited for every earlier operation on it.
+            # The sender's memory is final here, because the sender has waited for every earlier operation on this
+            # memory.
             parcel = [self.read(rank, view) for view in step["views"][str(rank)]]
             self.parcels.setdefault(at, {})[rank] = parcel
         return node
@@ -365,7 +366,7 @@ class Model:
         return self.memory[rank][view[0]].as_strided(view[2], view[3], view[1])
 
     def read(self, rank: int, view: View) -> torch.Tensor:
-        """A copy of the elements in their logical order."""
+        """Returns a copy of the elements in their logical order."""
         return self.tensor(rank, view).reshape(-1).clone()
 
     def write(self, rank: int, view: View, numbers: torch.Tensor) -> None:
@@ -452,12 +453,12 @@ class Model:
 
 
 def parts(step: Step, member: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A member's inputs, split as the call splits them."""
+    """Returns a member's inputs, split as the call splits them."""
     return list(inputs[0].split(step["splits"][member])) if "splits" in step else inputs
 
 
 def accesses(step: Step, member: int) -> list[tuple[View, bool]]:
-    """The views that a member's call uses, and whether it writes each of them."""
+    """Returns the views that a member's call uses, and whether it writes each of them."""
     kind = step["do"]
     writes = kind != "broadcast" or member != step["root"]
     if kind == "reduce":
@@ -467,7 +468,7 @@ def accesses(step: Step, member: int) -> list[tuple[View, bool]]:
 
 
 def collective(step: Step, inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor | None]]:
-    """The results of every member, for each of its outputs. None: the output keeps its contents."""
+    """Returns the results of every member, for each of its outputs. None: the output keeps its contents."""
     kind, n = step["do"], len(inputs)
     every = range(n)
     if kind in ("barrier", "object"):
@@ -518,7 +519,7 @@ def follow(program: Program, model: Model) -> Model:
 
 
 def expected(program: Program, rank: int) -> Model:
-    """The model after the whole program, with everything that one rank must find after each step."""
+    """Returns the model after the whole program, with everything that one rank must find after each step."""
     model = follow(program, Model(program, values=True, own=rank))
     model.end_checks(rank)
     return model

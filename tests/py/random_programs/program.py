@@ -8,14 +8,14 @@ runs the steps that name it, in their order. The steps, by `do`:
   `form`.
 * `send`, `recv`: `id`, `m` (number of the message, equal in both steps), `g`, `rank`, `peer`, `tag`, `how`, `v`. `any`
   is true for a receive from any rank. `batch`: `id`, `g`, `moves` (each with `m`, `src`, `dst`, `tag`, `sv`, `dv`), all
-  issued at once.
+  issued together.
 * `region`: `id`, `g`, `how`, `calls` (collectives) and `tail` (at most one list), made inside a coalescing region, with
   a device (`form` "region") or without ("manager"). `abandon` is a region that every member leaves by an exception;
-  `runs` is the number of its calls that are issued all the same.
-* A `region` and a `batch` may be `broken`: by rank, the index of the call `at` which an exception comes, and `why`
-  ("refused", "own", "raised", "signal"). The rank then makes the calls that were not issued, so the step has the same
-  result as without the exception. Or they may be `struck`: by rank, the microseconds after which a SIGINT comes; again
-  the rank makes the remaining calls. A `wait` may be `struck`, too.
+  `runs` is the number of its calls that are issued nevertheless.
+* A `region` and a `batch` may be `broken`: for each rank in it, the index of the call `at` which an exception comes,
+  and `why` ("refused", "own", "raised", "signal"). The rank then makes the calls that were not issued, so the step has
+  the same result as without the exception. Or the step may be `struck`: for each rank in it, the number of microseconds
+  after which a SIGINT comes. Here, too, the rank then makes the remaining calls. A `wait` may be `struck`, too.
 * `anyone`: ranks send to one rank, which receives from any rank, in whatever order the messages arrive.
 * `wait`: `rank`, `id`, `via`; via "thread" starts a thread that waits, and `join` waits for that thread.
 * `fill` (all ranks write a buffer), `sleep`, `fork`, `object` (an object collective), `leave` (a rank destroys its
@@ -111,7 +111,7 @@ def contiguous(view: View) -> bool:
 
 
 def span(view: View) -> tuple[int, int]:
-    """Index of the first element, and of the one after the last."""
+    """Returns the index of the first element, and of the one after the last."""
     if numel(view) == 0:
         return view[1], view[1]
     return view[1], view[1] + 1 + sum((size - 1) * stride for size, stride in zip(view[2], view[3], strict=True))
@@ -126,7 +126,7 @@ def _elements(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> 
 
 
 def overlap(a: View, b: View) -> bool:
-    """True if two views share an element. Views that only interleave do not."""
+    """Returns whether two views share an element. Views that only interleave do not."""
     if a[0] != b[0] or not numel(a) or not numel(b):
         return False
     (low, high), (other_low, other_high) = span(a), span(b)
@@ -141,7 +141,7 @@ def overlap(a: View, b: View) -> bool:
 
 
 def involved(step: Step, program: Program) -> list[int]:
-    """The ranks that run a step."""
+    """Returns the ranks that run a step."""
     kind = step["do"]
     if kind in COLLECTIVES or kind in ("object", "twice", "region", "abandon"):
         return program.groups[step["g"]]

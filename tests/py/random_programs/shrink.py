@@ -18,7 +18,7 @@ Fails = Callable[[Program], bool]
 
 
 def units(program: Program) -> list[list[int]]:
-    """Groups of steps that belong together: an operation, the other half of its message, and its waits."""
+    """Returns groups of steps that belong together: an operation, the other half of its message, and its waits."""
     by_key: dict[Any, list[int]] = {}
     of_id: dict[int, Any] = {}
     for step in program.steps:
@@ -64,7 +64,7 @@ def fewer_steps(program: Program, fails: Fails) -> Program:
 
 
 def plainer(program: Program) -> Iterator[Program]:
-    """Programs in which one thing is simpler."""
+    """Yields programs in which one thing is simpler."""
     for at, step in enumerate(program.steps):
         changes: list[Step] = []
         kind = step["do"]
@@ -116,7 +116,7 @@ def plainer(program: Program) -> Iterator[Program]:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with buffers as short as their use allows, without unused groups, or without a rank."""
+    """Yields programs with buffers as short as their use allows, without unused groups, or without a rank."""
     used = [1 for _ in program.buffers]
 
     def look(thing: Any) -> None:
@@ -150,8 +150,8 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def without_rank(program: Program, rank: int) -> Program | None:
-    """The program without one rank. None if the rank is a root, the only member of a group, or in a step of a kind that
-    this function does not change."""
+    """Returns the program without one rank. None if the rank is a root, the only member of a group, or in a step of a
+    kind that this function does not change."""
     groups = [[each for each in ranks if each != rank] for ranks in program.groups]
     if not all(groups):
         return None
@@ -198,7 +198,7 @@ def without_rank(program: Program, rank: int) -> Program | None:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 120.0) -> Program:
-    """A short program that fails like the given one. At the time limit it stops with the best one so far."""
+    """Returns a short program that fails like the given one. At the time limit it stops with the best one so far."""
     end = time.monotonic() + seconds
 
     def legal(candidate: Program) -> bool:

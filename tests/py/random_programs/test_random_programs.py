@@ -27,7 +27,8 @@ SMALL = Taste(large=False)
 
 
 def told(program: Program, verdict: Verdict, ranks: Ranks, place: str) -> str:
-    """The message of a failing test: how the program failed, and the shortest failing program that was found."""
+    """Returns the message of a failing test: how the program failed, and the shortest failing program that was
+    found."""
     short, last = shortest(program, verdict, ranks)
     return (
         f"the program of seed {program.seed} failed after {verdict.seconds:.1f} s; again by\n"
@@ -274,7 +275,7 @@ def test_the_model_keeps_the_order_of_issue() -> None:
 
 
 def half(what: str, identity: int, message: int, view: list[object]) -> dict[str, object]:
-    """A message from rank 0 to rank 1."""
+    """Returns a message from rank 0 to rank 1."""
     rank = 0 if what == "send" else 1
     step = {"do": what, "id": identity, "m": message, "g": 0, "rank": rank, "peer": 1 - rank, "tag": 0, "how": "keep"}
     return step | {"v": view} | ({"any": False} if what == "recv" else {})

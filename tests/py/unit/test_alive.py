@@ -63,7 +63,7 @@ def test_a_process_that_runs_or_is_stopped_is_alive_until_it_ends() -> None:
 
 @pytest.mark.parametrize("place", ["", alive.UNKNOWN, "127.0.0.1", "127.0.0.1 x", "host 1", "\x1b[2J\0 99999999999"])
 def test_a_rank_that_announced_no_place_is_not_known(place: str) -> None:
-    """A rank that has announced no place is asked again, but not at once."""
+    """A rank that has announced no place is asked again, but not immediately."""
     with alive.Watch() as watch:
         watch.follow(1, place)
         watch.look()
@@ -133,7 +133,7 @@ def test_without_a_free_descriptor_nothing_is_announced_until_there_is_one(no_po
 
 
 def listens(name: str, variable: str, backlog: int, write: int) -> None:
-    """The program of a process on another host: it announces its port and is busy from then on."""
+    """Runs in a process on another host: announces its port and is busy from then on."""
     try:
         net.enter(name)
         os.environ[address.VARIABLE] = variable

@@ -131,7 +131,8 @@ def command(place: Path, *words: str, **environment: str) -> subprocess.Complete
 
 
 def overlaid(folder: Path) -> None:
-    """Overwritten by another distribution, whose package has the same name. pip installs it without a message."""
+    """The package was overwritten by that of another distribution, which has the same name. pip installs such a package
+    without a message."""
     (folder / "torch_sagellm" / "__init__.py").write_text("raise SystemExit('of another package')\n")
     record(folder, "other-package", "1.2")
     only = folder / "other_package-1.2.dist-info" / "RECORD"

@@ -415,7 +415,7 @@ def test_a_row_of_the_features_is_never_hidden() -> None:
 
 
 def hosts_run() -> dict[str, Any]:
-    """A result of `hosts.py`: one operation at two sizes. We win the first and lose the second."""
+    """Returns a result of `hosts.py`: one operation at two sizes. We win the first and lose the second."""
 
     def timed(us: float) -> dict[str, float]:
         return {"p10": us, "median": 2 * us, "p99": 3 * us, "processor": us}

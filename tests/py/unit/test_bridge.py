@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def rows() -> list[tuple[set[str], list[str]]]:
-    """The rows of BRIDGE.md: functions in the notation of `bridge.bridged`, and the tests that call them."""
+    """Returns the rows of BRIDGE.md: functions in the notation of `bridge.bridged`, and the tests that call them."""
     found = []
     for line in (HERE / "BRIDGE.md").read_text().splitlines():
         cells = [re.findall(r"`(\w+)`", cell) for cell in line.strip("|").split("|")]

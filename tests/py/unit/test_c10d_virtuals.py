@@ -20,20 +20,20 @@ def without_comments(text: str) -> str:
 
 
 def virtuals(path: Path) -> set[str]:
-    """Names of the functions that a header declares virtual, without destructors."""
+    """Returns the names of the functions that a header declares virtual, without destructors."""
     found = re.findall(r"\bvirtual\b[^;{}]*?\b(\w+)\s*\(", without_comments(path.read_text()))
     return {name for name in found if name not in ("Backend", "Work", "Options")}
 
 
 def overridden(path: Path) -> set[str]:
-    """Names of the functions that a header declares with `override`."""
+    """Returns the names of the functions that a header declares with `override`."""
     return set(
         re.findall(r"\b(\w+)\s*\([^;{}]*\)\s*(?:const\s*)?(?:noexcept\s*)?override", without_comments(path.read_text()))
     )
 
 
 def notes(path: Path) -> dict[str, str]:
-    """For each function that a header leaves to the base class: the header's note about what that means."""
+    """Returns for each function that a header leaves to the base class the header's note about what that means."""
     return {name: text for _, _, name, text in NOTE.findall(path.read_text())}
 
 

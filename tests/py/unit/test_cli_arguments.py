@@ -44,7 +44,8 @@ TEXTS = {
 
 
 def options() -> list[tuple[str, str]]:
-    """Command and option, for all options that take a value, except those that accept any text (`TEXTS`)."""
+    """Returns the command and option, for all options that take a value, except those that accept any text
+    (`TEXTS`)."""
     _, commands = _parsers()
     return [
         (name, action.option_strings[-1])

@@ -35,7 +35,7 @@ WELL = Facts(
 
 
 def changed(**environment: str | None) -> Facts:
-    """The machine without faults, but with some variables changed. The value None removes a variable."""
+    """Returns the machine without faults, but with some variables changed. The value None removes a variable."""
     every = {**WELL.environment, **environment}
     return replace(WELL, environment={name: value for name, value in every.items() if value is not None})
 

@@ -402,7 +402,8 @@ def test_what_ends_a_command_ends_it_in_order(
 
 
 def test_a_pipe_a_device_and_a_link_stay_what_they_are(tmp_path: Path, files: dict[str, Path]) -> None:
-    """The trace goes into the pipe; a link to a file that is not there yet makes that file."""
+    """The trace goes into the pipe. If a link points to a file that does not exist yet, the command creates that
+    file."""
     pipe, link = tmp_path / "named", tmp_path / "link.json"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -16,7 +16,7 @@ BEYOND = (float("nan"), float("inf"), -float("inf"))
 
 
 def numbers(seed: int, size: int, beyond: bool) -> Tensor:
-    """Numbers of all magnitudes, with some blocks of denormals only. With `beyond` also infinities and NaNs."""
+    """Returns numbers of all magnitudes, with some blocks of denormals only. With `beyond` also infinities and NaNs."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=random) * torch.pow(10.0, torch.rand(size, generator=random) * 80 - 44)
     values[size // 3 : size // 2] *= 1e-30

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 
 
 def told(name: str) -> str:
-    """A golden text with numbers for its placeholders."""
+    """Returns a golden text with numbers for its placeholders."""
     text = (GOLDEN / f"{name}.txt").read_text()
     return text.replace("<time>", "3.0").replace("<rank>", "0").replace("<name>", "dp_1")
 

@@ -41,7 +41,7 @@ def test_an_explanation_of_what_might_be() -> None:
 
 
 def answer(**changes: Any) -> Any:
-    """The core's answer about an all_reduce between hosts."""
+    """Returns the core's answer about an all_reduce between hosts."""
     found = {
         "kind": "all_reduce",
         "bytes": 64,

@@ -14,7 +14,7 @@ MODULE = torch_sagellm._C.__file__
 
 
 def pointer(symbol: str, index: int) -> int:
-    """The pointer at position ``index`` of the struct that the module exports as ``symbol``."""
+    """Returns the pointer at position ``index`` of the struct that the module exports as ``symbol``."""
     table = (ctypes.c_void_p * 6).in_dll(ctypes.CDLL(MODULE), symbol)
     return table[index] or 0
 

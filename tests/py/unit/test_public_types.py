@@ -33,7 +33,7 @@ ANYTHING = {"monitor_communication.__call__": "returns what the decorated functi
 
 
 def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every exported function, and every public method and property of the exported classes."""
+    """Yields every exported function, and every public method and property of the exported classes."""
     for name in torch_sagellm.__all__:
         found = getattr(torch_sagellm, name)
         if inspect.isfunction(found):
@@ -65,7 +65,7 @@ def test_every_public_function_says_what_it_returns() -> None:
 
 
 def classes(annotation: Any) -> Iterator[type]:
-    """The classes of this package that an annotation contains."""
+    """Yields the classes of this package that an annotation contains."""
     if inspect.isclass(annotation) and annotation.__module__.startswith("torch_sagellm."):
         yield annotation
     for part in typing.get_args(annotation):

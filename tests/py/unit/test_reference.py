@@ -45,7 +45,7 @@ def test_every_public_name_stands_on_the_page_that_introduces_the_api() -> None:
 
 
 def undocumented(name: str, found: Any) -> list[str]:
-    """The name if it has no docstring, and those public members of a class that have none."""
+    """Returns the name if it has no docstring, and those public members of a class that have none."""
     missing = [] if inspect.getdoc(found) else [name]
     if inspect.isclass(found) and found.__module__.startswith("torch_sagellm"):
         for each, member in vars(found).items():

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 
 def router(experts: int, ranks: int, rank: int) -> Router:
-    """A router without a group, which it needs only for the counts of other ranks."""
+    """Returns a router without a group, which it needs only for the counts of other ranks."""
     made = Router.__new__(Router)
     made.group, made.num_experts, made.ranks, made.rank = None, experts, ranks, rank
     made.local_experts, made.capacity_factor, made.pad = experts // ranks, None, False

@@ -19,7 +19,7 @@ SECOND = 10**9
 
 
 def record(number: int, issued: int, ended: int, kind: str = "all_reduce") -> dict[str, Any]:
-    """A group's record of an operation, with only the fields that a trace needs."""
+    """Returns a group's record of an operation, with only the fields that a trace needs."""
     state = "done" if ended else "pending"
     times = {"issued": issued, "ended": ended, "waiting": 500, "copying": 0, "reducing": 0}
     return {"number": number, "kind": kind, "state": state, "read": 8, **times}

@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def cell(nbytes: int, chosen: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> tune.Cell:
-    """A measured cell; the keyword r64 means rounds(64KiB)."""
+    """Returns a measured cell; the keyword r64 means rounds(64KiB)."""
     named = {f"rounds({name[1:]}KiB)": median for name, median in medians.items() if name != "start"}
     return tune.Cell(op, nbytes, chosen, {"start": medians["start"], **named}, spread)
 

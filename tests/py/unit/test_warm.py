@@ -1,4 +1,5 @@
-"""A program started by `warm_python` behaves as under the real Python. If it cannot, the real Python starts instead."""
+"""A program started by `warm_python` behaves as under the real Python. Where that is impossible, `warm_python` starts
+the real Python."""
 
 from __future__ import annotations
 

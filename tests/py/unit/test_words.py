@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def tracked() -> list[Path]:
-    """Text files of the checkout, without generated and ignored files."""
+    """Returns the text files of the checkout, without generated and ignored files."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True,

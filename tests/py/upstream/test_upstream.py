@@ -29,7 +29,8 @@ def run_suite(world_size: int, names: list[str], timeout: float) -> dict[str, di
 
 
 def judge(results: dict[str, dict[str, str]], least: int) -> None:
-    """No unexpected test fails, no expected one passes, and at least `least` tests pass."""
+    """Checks that no unexpected test fails, that no test passes that is expected to fail, and that at least `least`
+    tests pass."""
     failed = {name: each for name, each in results.items() if each["status"] == "failed"}
     passed = [name for name, each in results.items() if each["status"] == "passed"]
     surprises = [f"{name}:\n{each['text']}" for name, each in failed.items() if name not in EXPECTED]
