@@ -83,7 +83,7 @@ format: $(installed_dev) ## let the formatters rewrite the sources
 	$(python) -m ruff check --fix .
 	find cpp tests/simulators -name '*.[ch]pp' -o -name '*.c' | xargs -r .venv/bin/clang-format -i
 
-miri: ## Rust tests under Miri, for invalid accesses of memory; needs a nightly toolchain with Miri (over ten minutes)
+miri: ## Rust tests under Miri, for invalid accesses of memory; needs a nightly toolchain with Miri (over 25 minutes)
 	@.ci/miri
 
 bench: $(built) $(installed_dev) ## collectives against gloo; results below out/

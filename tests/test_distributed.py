@@ -1043,7 +1043,7 @@ def random_call(rng: random.Random, ranks: int, seed: int) -> Planned:
 
 
 def play(comm: DistributedCommunicator, call: Planned) -> Callable[[], None]:
-    """Makes one call on one rank. Returns a function that compares the result, once all ranks have made the call."""
+    """Makes one call on one rank. Returns a function that compares the result after all ranks have made the call."""
     mine, rank = call.inputs[comm.rank].clone(), comm.rank
     found: torch.Tensor | None = None
     if call.kind == "all_reduce":

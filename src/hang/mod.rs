@@ -54,8 +54,8 @@ pub const LAST: Duration = Duration::from_millis(500);
 pub const SILENCE: Duration = Duration::from_secs(1);
 /// Edges of the wait graph are used up to this age. Each question spreads them by one more rank.
 const YOUNG: Duration = Duration::from_secs(30);
-/// After a vendor's library has failed on a device, this rank looks for this long for another rank's fault, which may
-/// be the cause. In shared memory the fault is published before that rank ends its communicators, so it is seen soon
+/// How long this rank, after a vendor's library has failed on a device, looks for a fault of another rank that may be
+/// the cause. In shared memory the fault is published before that rank ends its communicators, so it is seen soon
 /// (`FAULT_SEEN`). In the store it must first be read (`FAULT_READ`).
 const FAULT_SEEN: Duration = Duration::from_millis(250);
 const FAULT_READ: Duration = Duration::from_secs(1);

@@ -12,8 +12,8 @@ use std::time::Duration;
 use super::clock;
 
 /// If a yield takes at least this long (in nanoseconds), a thread that computes shares the core; a thread that only
-/// waits would yield in turn within microseconds. A rank that moves megabytes takes this long too, but then sleeping
-/// costs little.
+/// waits would yield in turn within microseconds. If another rank moves megabytes meanwhile, a yield takes this long
+/// too, but then sleeping costs little.
 const LONG: u64 = 1_000_000;
 /// After the first long yield, threads do not yield for this many nanoseconds. `MOST`: the longest such period.
 const FIRST: u64 = 20_000_000;

@@ -1,7 +1,7 @@
 """The machines of a job: ``TopologyInfo`` holds the facts, ``TopologyManager`` reads or accepts them.
 
-This module decides nothing. The core's start rules (src/select/start.rs) use a topology in groups that are created with
-it and in ``select_all_reduce_algorithm``.
+This module decides nothing. The core's start rules (src/select/start.rs) use a topology in two places: in
+``select_all_reduce_algorithm``, and in groups that are created with a topology.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ pub const PATIENCE: Duration = Duration::from_millis(500);
 const BATCH: u64 = 0xffff;
 /// The words of this many batches are kept.
 const KEPT: u64 = 512;
-/// At most this many words of this rank wait to be sent. Only if most operations are PREMUL_SUM can there be
-/// more; then the oldest are never sent.
+/// At most this many words of this rank wait to be sent. If most operations are PREMUL_SUM, there would be more; then
+/// the oldest are dropped.
 const WAITING: usize = 64;
 /// All ranks have sent their words of a batch at most this many batches later: a rank sends a word with each batch that
 /// it begins, and two batches are in flight.

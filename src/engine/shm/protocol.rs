@@ -130,7 +130,7 @@ impl Slots {
         words.load(Word::Tag { rank, n }) == n
     }
 
-    /// The highest number up to which this rank no longer reads any slot.
+    /// Returns the number up to which this rank has finished reading the slots of all operations.
     pub fn done(&self) -> u64 {
         self.done
     }

@@ -165,8 +165,8 @@ def captured_statistics(ctx: Context, asynchronous: bool) -> None:
 def test_a_captured_call_is_counted_as_well_and_a_barrier_is_refused(
     asynchronous: bool, libraries: dict[str, Path]
 ) -> None:
-    """The event of a captured call never completes, so its Work ends immediately. A refused barrier uses no number and
-    breaks no capture."""
+    """The event of a captured call never completes, so its Work does not wait for it and ends immediately. A refused
+    barrier uses no number and breaks no capture."""
     run_fresh(captured_statistics, 2, asynchronous, env=environment("nccl", libraries))
 
 

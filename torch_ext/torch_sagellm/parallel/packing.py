@@ -21,7 +21,7 @@ from torch_sagellm._private import load
 
 #: In bytes. A backend that is not ours sends tensors smaller than SMALL packed together, in messages of at most PACK.
 SMALL, PACK = 32 << 10, 1 << 20
-#: In bytes. Our backend sends a list of tensors as one message of at most JOINED, from where they are. For each tensor
+#: In bytes. Our backend sends a list of tensors as one message of at most JOINED, without packing them. For each tensor
 #: this takes about 50 ns more than packing it, so tensors smaller than TINY are packed there, too. A tensor of LARGE or
 #: more is a message by itself. This is as fast as joining it with others, and a fifth faster if both ranks can reach
 #: the tensor, because the tensor is then copied only once.

@@ -108,7 +108,7 @@ def recv_tensors(
     two elements may share memory (ValueError, before anything is received). ``out`` must have the shapes and dtypes of
     the sent tensors. Otherwise a ValueError says which tensor differs; the tensors are then received and dropped, so
     that later messages arrive. On a device the sender's ``window`` applies, because the sender has packed the messages
-    by its own window. On the CPU, equal new tensors below 32 KiB are parts of one memory block of at most 1 MiB. A
+    by its own window. On the CPU, new tensors below 32 KiB of one dtype and shape share memory blocks of at most 1 MiB. A
     RuntimeError is raised if the first received message is not one of ``send_tensors``.
 
     Example::

@@ -422,7 +422,7 @@ impl<P: Path> Stripes<P> {
     }
 
     /// Checks which paths advance. If a path does not, its bytes are queued to be sent again on paths that do. Returns
-    /// what has changed, but of repeated suspicions of a path only the first.
+    /// what has changed. If a path is suspected repeatedly, only the first suspicion is returned.
     pub fn look(&mut self, now: Instant) -> Vec<Change> {
         let paused = now.duration_since(self.looked) > PAUSE;
         self.looked = now;
