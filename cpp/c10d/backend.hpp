@@ -187,8 +187,8 @@ class SageBackend final : public c10d::Backend {
   // the tensors of a receive share no memory.
   WorkPtr send_list(Tensors& tensors, int destination, int tag);
   WorkPtr recv_list(Tensors& tensors, int source, int tag);
-  // One message that has the rows `rows` of a tensor, in this order; `tensor` has one element. The same conditions
-  // hold.
+  // One message that has the rows `rows` of a tensor, in this order; `tensor` has one element. Throws unless the tensor
+  // is on the CPU, no delegate serves the group, and no row is received twice.
   WorkPtr send_rows(Tensors& tensor, const at::Tensor& rows, int destination, int tag);
   WorkPtr recv_rows(Tensors& tensor, const at::Tensor& rows, int source, int tag);
 
@@ -262,8 +262,6 @@ class SageBackend final : public c10d::Backend {
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
   bool is_root(const CallDesc& call) const { return call.root == getRank(); }
-  // Throws unless the engine of CPU tensors can carry the call, which names rows.
-  void check_rows(const CallDesc& call) const;
   Carrier own_engine(c10::Device device) const {
     return {getRank(), getSize(), device, false, false, options_->as_gloo};
   }

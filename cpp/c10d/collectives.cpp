@@ -5,7 +5,6 @@
 #include "c10d/backend.hpp"
 #include "device/vendor.hpp"
 #include "host/errors.hpp"
-#include "lower/checks.hpp"
 #include "work/callbacks.hpp"
 #include "work/steps.hpp"
 
@@ -154,14 +153,7 @@ SageBackend::WorkPtr SageBackend::all_to_all_rows(at::Tensor& output, const at::
   call.outputs.rows = output_rows;
   call.input_splits = &input_splits;
   call.output_splits = &output_splits;
-  check_rows(call);
   return dispatch(call, &Other::alltoall_base, output_splits, input_splits, opts);
-}
-
-void SageBackend::check_rows(const CallDesc& call) const {
-  if (delegate_.serves()) value_error(call.op, "a delegate serves the group, which cannot pick rows");
-  if (call.on_device()) value_error(call.op, "the tensors are on a device, expected the CPU");
-  check::rows(call);
 }
 
 SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
@@ -255,7 +247,6 @@ SageBackend::WorkPtr SageBackend::send_rows(Tensors& tensor, const at::Tensor& r
   CallDesc call("send", Kind::kSend, {"sagellm:send", OpType::SEND}, destination, tag);
   call.outputs = {tensor, Role::kRead};
   call.outputs.rows = &rows;
-  check_rows(call);
   return dispatch(call, &Other::send, destination, tag);
 }
 
@@ -263,7 +254,6 @@ SageBackend::WorkPtr SageBackend::recv_rows(Tensors& tensor, const at::Tensor& r
   CallDesc call("recv", Kind::kRecv, {"sagellm:recv", OpType::RECV}, source, tag);
   call.outputs = {tensor, Role::kWrite};
   call.outputs.rows = &rows;
-  check_rows(call);
   return dispatch(call, &Other::recv, source, tag);
 }
 

@@ -30,6 +30,10 @@ SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate de
 }
 
 SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
+  if (call.names_rows()) {
+    if (delegate_.serves()) value_error(call.op, "a delegate serves the group, which cannot pick rows");
+    if (call.on_device()) value_error(call.op, "the tensors are on a device, expected the CPU");
+  }
   // For an all_reduce, gloo accepts a list that contains a tensor twice; see `add_combined_list`.
   const bool gloo_list = options_->as_gloo && call.kind == Kind::kAllReduce && !call.on_device();
   if (call.coalesced && !call.is_message() && !gloo_list) check::apart(call);

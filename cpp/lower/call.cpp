@@ -178,8 +178,8 @@ Plans lower(const CallDesc& call, const Carrier& carrier) {
   if (call.has_one_argument()) {
     if (call.outputs.rows != nullptr) {
       const at::Tensor& tensor = call.outputs.first()[0];
-      const bool reads = call.outputs.role == Role::kRead;
-      reads ? plan.read_rows(tensor, *call.outputs.rows) : plan.write_rows(tensor, *call.outputs.rows);
+      const auto add = call.outputs.role == Role::kRead ? &Plan::read_rows : &Plan::write_rows;
+      (plan.*add)(tensor, *call.outputs.rows);
       return plans;
     }
     for (const at::Tensor& tensor : call.outputs.first()) plan.add(tensor, call.outputs.role);

@@ -99,6 +99,7 @@ struct CallDesc {
   bool has_root() const {
     return kind == Kind::kBroadcast || kind == Kind::kReduce || kind == Kind::kGather || kind == Kind::kScatter;
   }
+  bool names_rows() const { return inputs.rows != nullptr || outputs.rows != nullptr; }
   // True if the call has only one argument. That argument is `outputs`, even if the call only reads it.
   bool has_one_argument() const { return !inputs.present(); }
   // True for the all-reduce of one sparse tensor, which is carried out as several operations.

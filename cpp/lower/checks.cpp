@@ -304,6 +304,7 @@ void call(const CallDesc& call, const Carrier& carrier) {
   check_argument(call, call.outputs, carrier);
   if (call.is_message()) message(call, carrier);
   check_pair(call, call.inputs.first(), call.outputs.first(), carrier);
+  if (call.names_rows()) rows(call);
 }
 
 void gloo_list(const CallDesc& call, const Carrier& carrier) {
@@ -347,8 +348,15 @@ void rows(const CallDesc& call) {
     if (operand.rows == nullptr) return;
     const at::Tensor& tensor = operand.first()[0];
     const at::Tensor& rows = *operand.rows;
+    for (const at::Tensor* const each : {&tensor, &rows}) {
+      // Most tensors of such subclasses have no memory of their own; only Python knows the tensors that they wrap.
+      if (each->key_set().has(c10::DispatchKey::Python)) {
+        value_error(call.op,
+                    c10::str(what, " or its indices are a subclass of Tensor with its own __torch_dispatch__"));
+      }
+    }
     if (tensor.dim() == 0 || !tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
-      value_error(call.op, c10::str(what, " of shape ", tensor.sizes(), " is not contiguous rows"));
+      value_error(call.op, c10::str(what, " of shape ", tensor.sizes(), " does not have contiguous rows in memory"));
     }
     if (!rows.is_cpu() || rows.scalar_type() != at::kLong || rows.dim() != 1 || !rows.is_contiguous()) {
       value_error(call.op,

@@ -328,7 +328,10 @@ void Plan::add_rows(Pieces& pieces, const char* base, const at::Tensor& tensor, 
   const size_t bytes = tensor.nbytes() / static_cast<size_t>(tensor.size(0));
   const auto* const indices = rows.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < rows.numel(); ++i) {
-    const size_t at = reinterpret_cast<size_t>(base) + static_cast<size_t>(indices[i]) * bytes;
+    const int64_t row = indices[i];
+    // Checked here once more, because another thread of the program may have changed the indices since.
+    if (row < 0 || row >= tensor.size(0)) value_error(op, "the indices of rows changed during the call");
+    const size_t at = reinterpret_cast<size_t>(base) + static_cast<size_t>(row) * bytes;
     if (!pieces.empty() && pieces.back().addr + pieces.back().bytes == at) {
       pieces.back().bytes += bytes;
     } else {

@@ -158,7 +158,7 @@ class Plan {
   // Appends the blocks of `tensors` rank by rank. `bases` has the address of each tensor's first byte.
   static void add_blocks(Pieces& pieces, c10::ArrayRef<at::Tensor> tensors, const std::vector<char*>& bases,
                          size_t ranks);
-  static void add_rows(Pieces& pieces, const char* base, const at::Tensor& tensor, const at::Tensor& rows);
+  void add_rows(Pieces& pieces, const char* base, const at::Tensor& tensor, const at::Tensor& rows);
 
   bool by_vendor_;
   Pieces inputs_;

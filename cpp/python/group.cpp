@@ -123,7 +123,8 @@ c10::intrusive_ptr<c10d::Work> of_list(SageBackend& self, const py::list& list, 
 template <c10::intrusive_ptr<c10d::Work> (SageBackend::*message)(std::vector<at::Tensor>&, const at::Tensor&, int, int)>
 c10::intrusive_ptr<c10d::Work> of_rows(SageBackend& self, const at::Tensor& tensor, const at::Tensor& rows, int peer,
                                        int tag) {
-  if (message == &SageBackend::recv_rows && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  constexpr bool receives = message == &SageBackend::recv_rows;
+  if (receives && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   std::vector<at::Tensor> list{tensor};
   return without_gil([&] { return (self.*message)(list, rows, peer, tag); });
 }

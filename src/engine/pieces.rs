@@ -76,6 +76,29 @@ impl Pieces<'_> {
     }
 }
 
+/// Where each piece of a long list begins, so that the copies of one operation do not each count from the first piece.
+#[derive(Default)]
+pub struct Starts(Vec<usize>);
+
+impl Starts {
+    /// In lists of at most this many pieces, counting is as fast as searching.
+    const SHORT: usize = 16;
+
+    pub fn of(pieces: Pieces) -> Starts {
+        if pieces.0.len() <= Starts::SHORT {
+            return Starts::default();
+        }
+        Starts(pieces.0.iter().scan(0, |next, span| Some(std::mem::replace(next, *next + span.bytes))).collect())
+    }
+
+    /// Returns the pieces from the one that contains the byte `offset` on, and where that byte is in them. `pieces` is
+    /// the list of which the starts are.
+    pub fn skip<'a>(&self, pieces: Pieces<'a>, offset: usize) -> (Pieces<'a>, usize) {
+        let Some(at) = self.0.partition_point(|start| *start <= offset).checked_sub(1) else { return (pieces, offset) };
+        (Pieces(&pieces.0[at..]), offset - self.0[at])
+    }
+}
+
 /// Copies a range of one list to a range of another list. If source and target are the same memory, nothing is copied.
 ///
 /// # Safety
@@ -103,6 +126,23 @@ mod tests {
 
     fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
         buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr() as usize, bytes: b.len() }).collect()
+    }
+
+    #[test]
+    fn a_byte_of_a_long_list_is_found_without_counting() {
+        let sizes = (0..40).map(|i| [3, 0, 5, 1][i % 4]);
+        let list: Vec<Span> = sizes.enumerate().map(|(i, bytes)| Span { addr: 1000 * (i + 1), bytes }).collect();
+        for length in [1, Starts::SHORT, Starts::SHORT + 1, 40] {
+            let pieces = Pieces(&list[..length]);
+            let starts = Starts::of(pieces);
+            for offset in 0..pieces.bytes() {
+                let (rest, within) = starts.skip(pieces, offset);
+                assert_eq!(rest.contiguous(within, 1), pieces.contiguous(offset, 1));
+                assert!(length <= Starts::SHORT || within < rest.0[0].bytes);
+            }
+            let (rest, within) = starts.skip(pieces, pieces.bytes());
+            assert_eq!(rest.bytes(), within, "the end of the list");
+        }
     }
 
     #[test]

@@ -289,7 +289,8 @@ class SageBackend:
     def _recv_rows(self, tensor: Any, rows: Any, src: int, tag: int) -> Any: ...
     #: An all_to_all of rows of CPU tensors: the i-th sent row is row `input_rows[i]` of `input`, and the i-th received
     #: row becomes row `output_rows[i]` of `output`; None means all rows, in order. The split sizes count rows. Raises a
-    #: ValueError if an index is out of range, if a row would be written twice, or if a delegate serves the group.
+    #: ValueError if a tensor or its indices are not contiguous, if an index is out of range, if a row would be written
+    #: twice, or if a delegate serves the group.
     def _all_to_all_rows(
         self,
         output: Any,

@@ -138,8 +138,8 @@ class DistributedCommunicator:
     ) -> torch.Tensor:
         """Returns a new tensor with the data that rank ``src_rank`` sends.
 
-        If all ranks are in one process, it returns immediately on the thread that created them. If the message has not been sent
-        yet, the tensor holds NaN (0 if its dtype has no NaN) until the message is sent.
+        If all ranks are in one process, it returns immediately on the thread that created them. If the message has not
+        been sent yet, the tensor holds NaN (0 if its dtype has no NaN) until the message is sent.
         """
         tensor = unset(_tuple(shape), dtype, device)
         self._member.recv(tensor, src_rank, tag)

@@ -28,7 +28,7 @@ use super::protocol;
 use super::protocol::{Region, Slots};
 use super::small::{block, block_start};
 use super::{headers, table};
-use crate::engine::pieces::{Pieces, transfer};
+use crate::engine::pieces::{Pieces, Starts, transfer};
 use crate::error::Result;
 use crate::op::Op;
 use crate::os::fault_points;
@@ -70,6 +70,8 @@ struct Plan {
     /// For all_to_all: the tables of block sizes, one for each rank whose blocks are sent in rounds, this rank
     /// included.
     tables: Vec<Option<Vec<usize>>>,
+    /// For all_to_all, whose tensors may be rows in any order: where the pieces of the inputs and outputs begin.
+    starts: (Starts, Starts),
 }
 
 /// The result of a step.
@@ -159,13 +161,14 @@ impl Bulk<'_> {
     fn make_plan(&mut self, state: &mut Rounds, bases: Bases) -> Result<bool> {
         let (area, request) = (self.area, &self.op.request);
         let ranks = area.ranks;
-        let mut tables = Vec::new();
+        let (mut tables, mut starts) = (Vec::new(), (Starts::default(), Starts::default()));
         let longest = match request.kind {
             Kind::AllToAll => {
                 if state.seen < ranks {
                     return Ok(false);
                 }
                 tables = table::finish(area, self.op)?;
+                starts = (Starts::of(Pieces(request.inputs())), Starts::of(Pieces(request.outputs())));
                 tables.iter().flatten().flatten().copied().max().unwrap_or(0)
             }
             Kind::AllGather => {
@@ -184,7 +187,7 @@ impl Bulk<'_> {
         let stage = (self.fills() && rounds > 0).then_some(Part::Stage);
         let result = (self.uses_result() && rounds > 0).then_some(Part::Result);
         area.make_present(stage.into_iter().chain(result))?;
-        state.plan = Some(Plan { bases, rounds, tables });
+        state.plan = Some(Plan { bases, rounds, tables, starts });
         self.skip_idle_parts(state, rounds, bases);
         Ok(true)
     }
@@ -318,7 +321,7 @@ impl Bulk<'_> {
         let (area, request) = (self.area, &self.op.request);
         let (me, ranks) = (area.me, area.ranks);
         let (inputs, outputs) = (Pieces(request.inputs()), Pieces(request.outputs()));
-        let total = inputs.bytes();
+        let (total, total_out) = (self.op.read as usize, self.op.written as usize);
         // SAFETY: see the function's contract. `part` and `slice` stay within the inputs, so the reads do too.
         unsafe {
             match request.kind {
@@ -341,7 +344,7 @@ impl Bulk<'_> {
                 Kind::AllGather => {
                     let (start, bytes) = self.part(state, k, total);
                     inputs.read(start, area.stage(me, g, 0, bytes), bytes);
-                    let own = block_start(&request.out_blocks, outputs.bytes(), ranks, me);
+                    let own = block_start(&request.out_blocks, total_out, ranks, me);
                     transfer(inputs, start, outputs, own + start, bytes);
                 }
                 Kind::Scatter | Kind::ReduceScatter => {
@@ -352,7 +355,7 @@ impl Bulk<'_> {
                     }
                     if request.kind == Kind::Scatter {
                         let own = block_start(&request.in_blocks, total, ranks, me);
-                        let (start, bytes) = self.part(state, k, outputs.bytes());
+                        let (start, bytes) = self.part(state, k, total_out);
                         transfer(inputs, own + start, outputs, start, bytes);
                     }
                 }
@@ -364,11 +367,13 @@ impl Bulk<'_> {
                     for q in 0..ranks {
                         let from = block_start(&request.in_blocks, total, ranks, q);
                         let (start, bytes) = self.part(state, k, block(&request.in_blocks, total, ranks, q));
+                        let (inputs, from) = plan.starts.0.skip(inputs, from + start);
                         if q == me {
-                            let own = block_start(&request.out_blocks, outputs.bytes(), ranks, me);
-                            transfer(inputs, from + start, outputs, own + start, bytes);
+                            let own = block_start(&request.out_blocks, total_out, ranks, me);
+                            let (outputs, to) = plan.starts.1.skip(outputs, own + start);
+                            transfer(inputs, from, outputs, to, bytes);
                         } else {
-                            inputs.read(from + start, area.stage(me, g, q * self.unit(state.chunk), bytes), bytes);
+                            inputs.read(from, area.stage(me, g, q * self.unit(state.chunk), bytes), bytes);
                         }
                     }
                 }
@@ -422,7 +427,7 @@ impl Bulk<'_> {
         let (area, request) = (self.area, &self.op.request);
         let (me, ranks) = (area.me, area.ranks);
         let outputs = Pieces(request.outputs());
-        let (total_in, total_out) = (Pieces(request.inputs()).bytes(), outputs.bytes());
+        let (total_in, total_out) = (self.op.read as usize, self.op.written as usize);
         let unit = self.unit(state.chunk);
         // SAFETY: see the function's contract. `Area` checks the bounds of every stage address, and `Pieces` checks
         // those of every output range.
@@ -475,7 +480,8 @@ impl Bulk<'_> {
                     for q in (0..ranks).filter(|q| *q != me && plan.tables[*q].is_some()) {
                         let to = block_start(&request.out_blocks, total_out, ranks, q);
                         let (start, bytes) = self.part(state, k, block(&request.out_blocks, total_out, ranks, q));
-                        outputs.write(to + start, area.stage(q, g, me * unit, bytes), bytes);
+                        let (outputs, to) = plan.starts.1.skip(outputs, to + start);
+                        outputs.write(to, area.stage(q, g, me * unit, bytes), bytes);
                     }
                 }
                 Kind::Barrier | Kind::Send | Kind::Recv => unreachable!("never a large operation"),

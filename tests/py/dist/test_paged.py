@@ -31,11 +31,13 @@ def arrive(ctx: Context, table: list[int], into: list[int], window: int) -> None
 
     if ctx.rank == 0:
         torch_sagellm.send_pages(caches(), table, 1, window=window)
-        torch_sagellm.send_pages((layer for layer in caches()), torch.tensor(table), 1, tag=3, window=window)
+        strided = torch.tensor(table, dtype=torch.int64).repeat_interleave(2)[::2]
+        torch_sagellm.send_pages((layer for layer in caches()), strided, 1, tag=3, window=window)
     elif ctx.rank == 1:
         for tag in (0, 3):
             came, order = [torch.zeros_like(layer) for layer in caches()], []
-            torch_sagellm.recv_pages(came, into, 0, tag=tag, ready=order.append)
+            places = torch.tensor(into, dtype=torch.int64).repeat_interleave(2)[::2] if tag else into
+            torch_sagellm.recv_pages(came, places, 0, tag=tag, ready=order.append)
             assert order == list(range(len(came)))
             for layer, given in zip(came, caches(), strict=True):
                 expected = torch.zeros_like(given)
@@ -52,6 +54,13 @@ def test_pages_arrive_where_the_receivers_table_says(table: list[int], into: lis
     run_ranks(arrive, 2, table, into, window)
 
 
+def of_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as functional collectives return it: a subclass without memory of its own."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(tensor)
+
+
 def refused(ctx: Context) -> None:
     import torch_sagellm
 
@@ -62,6 +71,7 @@ def refused(ctx: Context) -> None:
         "names a page twice": lambda: torch_sagellm.recv_pages(cache, [1, 1], 0),
         "blocks from 0 to 4, and layer 0 has pages 0 to 3": lambda: torch_sagellm.recv_pages(cache, [0, 4], 0),
         "on meta": lambda: torch_sagellm.recv_pages([torch.empty(4, 2, device="meta")], [0], 0),
+        "layer 0 is a AsyncCollectiveTensor": lambda: torch_sagellm.recv_pages([of_functional(cache[0])], [0], 0),
     }.items():
         if ctx.rank == 1 or "window" not in text:
             assert text in expect_raises(ValueError, call)

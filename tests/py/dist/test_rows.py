@@ -117,6 +117,28 @@ def reachable(ctx: Context) -> None:
 
     with torch_sagellm.shared_tensors():
         exchanges(ctx)
+        messages(ctx)
+
+
+def mixed(ctx: Context) -> None:
+    """One rank exchanges rows, the other contiguous tensors: it is the same call. The Works are dropped."""
+    ours = groups.backend_of(dist.group.WORLD)
+    for count in (3, 3000):
+        rows, places = torch.arange(2.0 * count * 100).view(2 * count, 100) + ctx.rank, torch.randperm(2 * count)
+        came, each = torch.empty_like(rows), [count, count]
+        if ctx.rank:
+            ours._all_to_all_rows(came, places, each, rows, None, each, True)
+            dist.barrier()
+            came = came[places]
+        else:
+            dist.all_to_all_single(came, rows, each, each, async_op=True)
+            dist.barrier()
+        own = torch.arange(2.0 * count * 100).view(2, count, 100)[ctx.rank]
+        assert torch.equal(came, torch.cat([own, own + 1]))
+
+
+def test_rows_meet_contiguous_tensors_in_one_call() -> None:
+    run_ranks(mixed, 2)
 
 
 def test_rows_in_memory_that_ranks_can_reach() -> None:
@@ -156,10 +178,14 @@ def wrong(ctx: Context) -> None:
     assert "input and output share memory" in raised(rows[:2], None, [1, 1], rows, torch.tensor([2, 3]), [1, 1])
     assert "expected a contiguous list of int64" in raised(to, None, each, rows, all_rows.int(), each)
     assert "expected a contiguous list of int64" in raised(to, None, each, rows, torch.arange(8)[::2], each)
-    assert "is not contiguous rows" in raised(to, None, each, torch.ones(3, 4).t(), all_rows, each)
+    assert "does not have contiguous rows" in raised(to, None, each, torch.ones(3, 4).t(), all_rows, each)
     assert "input split sizes has 0 entries, the group has 2 ranks" in raised(to, None, each, rows, all_rows, [])
     assert "add up to 3" in raised(to, None, each, rows, all_rows, [1, 2])
     assert "float64" in raised(to, None, each, rows.double(), all_rows, each)
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as wrapped
+
+    assert "own __torch_dispatch__" in raised(to, None, each, wrapped(rows), all_rows, each)
+    assert "own __torch_dispatch__" in raised(to, None, each, rows, wrapped(all_rows), each)
     other = 1 - dist.get_rank()
     found = expect_raises(ValueError, lambda: ours._send_rows(rows, torch.tensor([4]), other, 0))
     assert "send: tensor has no row 4, it has 4 rows" in found

@@ -539,7 +539,7 @@ def raise_its_name(name: str) -> Callable[..., None]:
 
 
 def test_rule_30_there_is_no_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 30 is about calls that bypass c10d. There are none: the package's functions call torch.distributed."""
+    """Rule 30: the package's functions of torch's names call torch.distributed."""
     import torch_sagellm
 
     calls = {

@@ -9,8 +9,8 @@ itself writes memory that an operation still needs.
 
 A rank knows that an operation has ended if the call was synchronous, or if the rank has waited for the operation. It
 also knows this if a later operation that had to follow on the same memory has ended (but not for a send, which may
-continue from a copy). After a barrier a rank knows that these have ended: the collectives of the barrier's group that it
-issued before, and the messages that it sent and whose receiver had received them before the barrier.
+continue from a copy). After a barrier a rank knows that these have ended: the collectives of the barrier's group
+that it issued before, and the messages that it sent and whose receiver had received them before the barrier.
 """
 
 from __future__ import annotations

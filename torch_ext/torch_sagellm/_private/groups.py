@@ -30,6 +30,15 @@ def backend_of(group: Any) -> Any:
         return None
 
 
+def is_wrapped(group: Any) -> bool:
+    """Whether torch has wrapped the backend that serves CPU tensors of a process group (None: the default group)."""
+    import torch
+    import torch.distributed as dist
+
+    backend = (dist.group.WORLD if group is None else group)._get_backend(torch.device("cpu"))
+    return own(backend) is not backend
+
+
 def backends_of(group: Any) -> list[Any]:
     """The backends of a process group that are ours, one for each type of device that they serve."""
     found = [own(group._get_backend(device)) for device in group._device_types]

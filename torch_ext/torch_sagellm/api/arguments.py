@@ -78,6 +78,11 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
+def wraps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass with its own ``__torch_dispatch__``. Most of these have no memory."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
 def checked_number(what: str, name: str, value: Any, least: int = 1) -> None:
     """Raises a ValueError for the call ``what`` unless an argument is a whole number of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torch_sagellm._private import groups
 from torch_sagellm.api import hosts
-from torch_sagellm.api.arguments import checked_dense, in_memory
+from torch_sagellm.api.arguments import checked_dense, in_memory, wraps
 from torch_sagellm.parallel.moving import lists_of
 from torch_sagellm.parallel.routing import Router, Routing
 
@@ -53,10 +54,11 @@ class MoEDispatcher:
 
     Experts are numbered over the ranks: with E experts on n ranks, rank r has the E / n experts from r * E / n on. Each
     direction is one all_to_all whose sizes follow the routing. On the CPU it reads and writes the rows where they are:
-    ``dispatch`` sends the rows of ``tokens`` and receives rows sorted by expert. On devices, and in groups that gloo
-    serves, rows are gathered before the exchange and sorted after it. ``dispatch`` first gathers the counts of all
-    ranks, except with ``pad``, because all counts are then known. Gradients pass in both directions, once (not
-    gradients of gradients). On CPUs the dispatcher keeps the memory of large exchanges for the next call.
+    ``dispatch`` sends the rows of ``tokens`` and receives rows sorted by expert. (``pad`` and ``dispatch_async`` copy
+    the rows to be sent first.) On devices, with ``hierarchical``, in torch's debug mode and in groups that gloo serves,
+    rows are gathered before the exchange and sorted after it. ``dispatch`` first gathers the counts of all ranks,
+    except with ``pad``, because all counts are then known. Gradients pass in both directions, once (not gradients of
+    gradients). On CPUs the dispatcher keeps the memory of large exchanges for the next call.
 
     Args:
         num_experts: experts of all ranks, a multiple of the number of ranks (ValueError).
@@ -157,7 +159,7 @@ class MoEDispatcher:
         if torch.is_grad_enabled() and (flat.requires_grad or (weights is not None and weights.requires_grad)):
             output = _Combine.apply(flat, weights, self, routing)
         else:
-            output = self._combined(flat, routing, weights)[0]
+            output = self._combined(flat, routing, weights)
         return output if results.dim() == 2 else output.unflatten(1, results.shape[1:])
 
     def _route(self, tokens: Tensor, experts: Tensor) -> Routing:
@@ -189,7 +191,7 @@ class MoEDispatcher:
             begun = under_way or self._begin_spread(tokens, routing, weights, wait=True)
             if begun.work is not None:
                 begun.work.wait()
-            if begun.sent is not tokens:
+            if begun.sent is not tokens and begun.sent is not begun.came:
                 self._keep(begun.sent)
             if begun.sorted:
                 return begun.came
@@ -201,9 +203,8 @@ class MoEDispatcher:
         """Begins to send rows to the experts; ``wait`` means that the caller waits at once."""
         in_place = self._in_place(tokens)
         leaving, picked = tokens, routing.sources
-        plain = tokens.is_contiguous() and not tokens.is_neg() and not tokens.is_conj()
         # Without waiting, the caller may change the tokens, so they are copied.
-        if in_place is None or not wait or weights is not None or routing.padding or not plain:
+        if in_place is None or not wait or weights is not None or routing.padding or not _is_plain(tokens):
             leaving, picked = self._memory(len(routing.order), tokens), None
             torch.index_select(tokens, 0, routing.sources, out=leaving)
             if weights is not None:
@@ -225,25 +226,34 @@ class MoEDispatcher:
         The caller then passes the rows to ``_keep``.
         """
         in_place = self._in_place(results)
-        if in_place is not None:
+        if in_place is not None and _is_plain(results):
             back = self._memory(len(routing.order), results)
-            of_experts = in_memory(results)
             in_place._all_to_all_rows(
-                back, None, routing.sent, of_experts, routing.unsorted, routing.received, async_op=False
+                back, None, routing.sent, results, routing.unsorted, routing.received, async_op=False
             )
             return back
         leaving = self._memory(len(routing.unsorted), results)
         torch.index_select(results, 0, routing.unsorted, out=leaving)
         back, _ = self._exchange(leaving, routing.received, routing.sent, wait=True)
-        self._keep(leaving)
+        if back is not leaving:
+            self._keep(leaving)
         return back
 
     def _in_place(self, like: Tensor) -> Any:
-        """The backend if it exchanges rows that are not contiguous; None if they must be gathered first."""
-        return lists_of(self.group) if like.is_cpu and self._among is None else None
+        """Returns the backend if it exchanges rows that are not contiguous; None if they must be gathered first."""
+        if not like.is_cpu or self._among is not None:
+            return None
+        ours = lists_of(self.group)
+        # In torch's debug mode a wrapper of the backend compares the ranks' calls, so no call may bypass it.
+        return ours if ours is not None and not groups.is_wrapped(self.group) else None
 
     def _exchange(self, leaving: Tensor, sent: list[int], received: list[int], wait: bool) -> tuple[Tensor, Any]:
-        """Exchanges contiguous rows; returns the received rows, and the Work unless ``wait``."""
+        """Exchanges contiguous rows; returns the received rows, and the Work unless ``wait``.
+
+        A single rank receives the rows that it sends, in the same memory.
+        """
+        if self.ranks == 1:
+            return leaving, None
         if self._among is not None:
             return hosts.exchange(leaving, sent, received, self._among), None
         came = self._memory(sum(received), leaving)
@@ -273,13 +283,13 @@ class MoEDispatcher:
             whole = rows if rows._base is None else rows._base
             self._spare.append(whole.view(-1))
 
-    def _combined(self, results: Tensor, routing: Routing, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of each token's rows, and these rows, whose memory a later exchange may overwrite (``_keep``)."""
+    def _combined(self, results: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+        """Returns the sum of each token's rows."""
         with torch.no_grad():
             back = self._collect(results, routing)
             output = _summed(back, routing, weights)
             self._keep(back)
-        return output, back
+        return output
 
 
 #: From this many elements on, the memory of an exchange is kept for the next one. For fewer, this takes longer than it
@@ -287,6 +297,11 @@ class MoEDispatcher:
 _MANY = 1 << 17
 #: The dtypes that torch's embedding_bag can sum.
 _BAGGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _is_plain(rows: Tensor) -> bool:
+    """Whether the memory of the tensor holds its rows one after the other. Some subclasses have no memory."""
+    return rows.is_contiguous() and not rows.is_conj() and not rows.is_neg() and not wraps(rows)
 
 
 def _places(routing: Routing) -> tuple[Tensor, Tensor]:
@@ -328,7 +343,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         moe, routing = ctx.of
-        return moe._combined(in_memory(grad), routing, None)[0], None, None, None
+        return moe._combined(in_memory(grad), routing, None), None, None, None
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_sagellm.api.arguments import checked_dense, checked_written
+from torch_sagellm.api.arguments import checked_dense, checked_written, wraps
 from torch_sagellm.parallel import moving, packing
 from torch_sagellm.parallel.transfer import WINDOW
 
@@ -150,13 +150,18 @@ def _table(call: str, blocks: Sequence[int] | Tensor) -> Tensor:
         raise ValueError(
             f"sagellm {call}: blocks are {table.dtype} of shape {list(table.shape)}, expected a list of page numbers"
         )
-    return table.long()
+    return (table.clone() if wraps(table) else table).long().contiguous()
 
 
 def _check(call: str, number: int, layer: Tensor, table: Tensor) -> None:
     if not isinstance(layer, Tensor):
         raise TypeError(f"sagellm {call}: layer {number} is a {type(layer).__name__}, expected a tensor")
     checked_dense(f"{call}: layer {number}", layer)
+    if wraps(layer):
+        raise ValueError(
+            f"sagellm {call}: layer {number} is a {type(layer).__name__}, which has its own __torch_dispatch__, "
+            "expected a plain tensor (of a DTensor, its to_local())"
+        )
     if not layer.is_cpu or layer.dim() < 1 or not packing.travels(layer.dtype):
         raise ValueError(
             f"sagellm {call}: layer {number} is {layer.dtype} of shape {list(layer.shape)} on {layer.device}, expected "

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_sagellm._private import load
-from torch_sagellm.api.arguments import checked_dense, checked_result, checked_written
+from torch_sagellm.api.arguments import checked_dense, checked_result, checked_written, wraps
 from torch_sagellm.parallel import moving, packing, turns
 from torch_sagellm.parallel.packing import Listed, Run
 
@@ -108,7 +108,7 @@ def recv_tensors(
     two elements may share memory (ValueError, before anything is received). ``out`` must have the shapes and dtypes of
     the sent tensors. Otherwise a ValueError says which tensor differs; the tensors are then received and dropped, so
     that later messages arrive. On a device the sender's ``window`` applies, because the sender has packed the messages
-    by its own window. On the CPU, new tensors below 32 KiB of one dtype and shape share memory blocks of at most 1 MiB. A
+    by its own window. On the CPU, new tensors below 32 KiB of one dtype and shape share blocks of at most 1 MiB. A
     RuntimeError is raised if the first received message is not one of ``send_tensors``.
 
     Example::
@@ -199,18 +199,14 @@ def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 def _unwrapped(what: str, number: int, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or the plain tensor that a subclass stands for: functional collectives return such a subclass."""
-    if _wraps(tensor):
+    if wraps(tensor):
         tensor = tensor.clone()
-    if _wraps(tensor):
+    if wraps(tensor):
         raise ValueError(
             f"sagellm {what} {number} is a {type(tensor).__name__}, which has its own __torch_dispatch__; pass the "
             "plain tensors that it stands for (of a DTensor, its to_local())"
         )
     return tensor
-
-
-def _wraps(tensor: torch.Tensor) -> bool:
-    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
 def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
@@ -223,7 +219,7 @@ def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
     for number, tensor in enumerate(given):
         what = f"recv_tensors: element {number} of out"
         checked_result(what, tensor)
-        if _wraps(tensor):
+        if wraps(tensor):
             raise ValueError(
                 f"sagellm {what} is a {type(tensor).__name__}, which has its own __torch_dispatch__; expected a plain "
                 "tensor"
