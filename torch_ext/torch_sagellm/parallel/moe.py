@@ -205,7 +205,10 @@ class MoEDispatcher:
         leaving, picked = tokens, routing.sources
         # Without waiting, the caller may change the tokens, so they are copied.
         if in_place is None or not wait or weights is not None or routing.padding or not _is_plain(tokens):
-            leaving, picked = self._memory(len(routing.order), tokens), None
+            # A single rank returns these rows, so their memory cannot be kept for the next call.
+            many = len(routing.order)
+            leaving = self._memory(many, tokens) if self.ranks > 1 else tokens.new_empty((many, tokens.shape[1]))
+            picked = None
             torch.index_select(tokens, 0, routing.sources, out=leaving)
             if weights is not None:
                 leaving *= weights[routing.order].unsqueeze(1)
@@ -213,7 +216,7 @@ class MoEDispatcher:
                 leaving[routing.order < 0] = 0
         if in_place is None:
             came, work = self._exchange(leaving, routing.sent, routing.received, wait)
-            return _UnderWay(leaving, came, work, sorted=False)
+            return _UnderWay(leaving, came, work, sorted=self.ranks == 1)
         rows = tokens.new_empty((len(routing.unsorted), tokens.shape[1]))
         work = in_place._all_to_all_rows(
             rows, routing.unsorted, routing.received, leaving, picked, routing.sent, async_op=not wait
@@ -241,7 +244,7 @@ class MoEDispatcher:
 
     def _in_place(self, like: Tensor) -> Any:
         """Returns the backend if it exchanges rows that are not contiguous; None if they must be gathered first."""
-        if not like.is_cpu or self._among is not None:
+        if self.ranks == 1 or not like.is_cpu or self._among is not None:
             return None
         ours = lists_of(self.group)
         # In torch's debug mode a wrapper of the backend compares the ranks' calls, so no call may bypass it.
@@ -250,7 +253,7 @@ class MoEDispatcher:
     def _exchange(self, leaving: Tensor, sent: list[int], received: list[int], wait: bool) -> tuple[Tensor, Any]:
         """Exchanges contiguous rows; returns the received rows, and the Work unless ``wait``.
 
-        A single rank receives the rows that it sends, in the same memory.
+        A single rank receives the rows that it sends, in the same memory. They are sorted by expert already.
         """
         if self.ranks == 1:
             return leaving, None
