@@ -3,7 +3,7 @@
 //!
 //! Each rank hashes its result of an all_reduce, broadcast or all_gather before the program learns that the operation
 //! has ended, because the program may then change the result. Ranks exchange and compare the hashes of an operation
-//! while later operations run, so this needs no message of its own and no wait. If hashes differ, each rank's hash is a
+//! while later operations run, so comparing needs no extra message and no wait. If hashes differ, each rank's hash is a
 //! vote: with at least three ranks, a majority shows whose result is wrong. Results of other kinds differ between ranks
 //! by contract and are not compared.
 //!

@@ -44,8 +44,7 @@ TEXTS = {
 
 
 def options() -> list[tuple[str, str]]:
-    """Returns the command and option, for all options that take a value, except those that accept any text
-    (`TEXTS`)."""
+    """Returns the options that take a value, each with its command, except those that accept any text (`TEXTS`)."""
     _, commands = _parsers()
     return [
         (name, action.option_strings[-1])
