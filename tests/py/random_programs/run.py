@@ -126,8 +126,9 @@ class Ranks:
 
     def _unfair(self, problems: list[Problem]) -> list[Problem]:
         """Returns the problems that a struck rank cannot have caused. It may cause its own errors, errors that name it,
-        and errors that name a rank with such an error. A rank's number differs between groups, so process ids are compared. A
-        receive from any rank may end by its deadline, because it is pending as long as some rank can still send."""
+        and errors that name a rank with such an error. A rank's number differs between groups, so process ids are
+        compared. A receive from any rank may end by its deadline, because it is pending as long as some rank can
+        still send."""
         fallen, left = {self.struck}, [each for each in problems if each["kind"] in ("error", "died")]
         pids = [str(each.pid) for each in self._job().ranks]
 

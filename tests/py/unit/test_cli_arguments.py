@@ -44,7 +44,7 @@ TEXTS = {
 
 
 def options() -> list[tuple[str, str]]:
-    """Returns the options that take a value, each with its command, except those that accept any text (`TEXTS`)."""
+    """Returns (command, option) for each option that takes a value. Options that accept any text are left out."""
     _, commands = _parsers()
     return [
         (name, action.option_strings[-1])
