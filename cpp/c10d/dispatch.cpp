@@ -63,7 +63,7 @@ SageBackend::WorkPtr SageBackend::through_host(const CallDesc& call, c10::Device
   Plans plans = lower(call, own_engine(device));
   staging_.wait_for_stream(call.op, device);
   for (Plan& plan : plans) {
-    plan.call.host_staged = true;
+    plan.call.note.host_staged = true;
     plan.copies_on = staging_.stream(device);
   }
   return submit(plans, call);

@@ -115,8 +115,8 @@ at::Tensor folded(const at::Tensor& all, int ranks, ReduceOp op) {
 }
 
 at::ScalarType type_of(const Plan& plan) {
-  return static_cast<at::ScalarType>(plan.call.element == kNoType ? static_cast<uint8_t>(at::kByte)
-                                                                  : plan.call.element);
+  return static_cast<at::ScalarType>(plan.call.note.element == kNoType ? static_cast<uint8_t>(at::kByte)
+                                                                       : plan.call.note.element);
 }
 
 // The element type that is sent: the target of the last cast before the library's call, or without a cast the caller's
@@ -145,7 +145,7 @@ DeviceRequest request(const Plan& plan, bool dense) {
   DeviceRequest found{plan.op, plan.request(), dense};
   // A plan that only moves data has the dtype kBytes. The core needs the element type all the same, because a device
   // may lack it: some devices store 64-bit floats in 32 bits.
-  if (plan.call.dtype == Dtype::kBytes && plan.call.element != kNoType) {
+  if (plan.call.dtype == Dtype::kBytes && plan.call.note.element != kNoType) {
     found.request.call.dtype = dtype_of(type_of(plan)).value_or(Dtype::kBytes);
   }
   return found;

@@ -124,12 +124,12 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
     if (operation == plans.size()) {
       Plan& next = add_plan(plans, call, carrier);
       next.combine(inputs[i], *call.reduce_op);
-      next.call.counts = operation == 0;
-      next.call.tensors = 0;
+      next.call.note.counts = operation == 0;
+      next.call.note.tensors = 0;
       blocks.emplace_back();
     }
     Plan& plan = plans[operation];
-    ++plan.call.tensors;
+    ++plan.call.note.tensors;
     if (!scatters) {
       plan.update(outputs[i], twice[i]);
       continue;
@@ -172,7 +172,7 @@ Plans lower(const CallDesc& call, const Carrier& carrier) {
   Plan& plan = add_plan(plans, call, carrier);
   if (call.reduce_op != nullptr) plan.combine(call.outputs.first()[0], *call.reduce_op);
   if (call.coalesced) {
-    plan.call.tensors = static_cast<uint32_t>(call.traced().size());
+    plan.call.note.tensors = static_cast<uint32_t>(call.traced().size());
     if (!call.is_message()) plan.note_list(call.inputs.list());
   }
   if (call.has_one_argument()) {
@@ -202,13 +202,14 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
   told.read = !call.has_one_argument() ? bytes_of(call.inputs) : call.kind == Kind::kRecv ? 0 : outputs;
   told.written = call.kind == Kind::kSend ? 0 : outputs;
   const auto like = call.traced();
-  told.tensors = call.coalesced ? static_cast<uint32_t>(like.size()) : 1;
-  told.element = kNoType;
+  told.note.counts = true;
+  told.note.tensors = call.coalesced ? static_cast<uint32_t>(like.size()) : 1;
+  told.note.element = kNoType;
   for (const auto& tensors : {call.outputs.first(), like}) {
-    if (!tensors.empty() && tensors[0].defined()) told.element = static_cast<uint8_t>(tensors[0].scalar_type());
+    if (!tensors.empty() && tensors[0].defined()) told.note.element = static_cast<uint8_t>(tensors[0].scalar_type());
   }
-  told.site = call_site();
-  told.host_staged = host_staged;
+  told.note.site = call_site();
+  told.note.host_staged = host_staged;
   told.timeout_ms = call.timeout.count();
   return told;
 }

@@ -61,7 +61,7 @@ void broadcast(Plan& plan, const CallDesc& call) {
 void all_gather(Plan& plan, const CallDesc& call) {
   const Tensors& inputs = call.inputs.list();
   const Operand::Lists& lists = call.outputs.lists();
-  plan.call.tensors = static_cast<uint32_t>(inputs.size());
+  plan.call.note.tensors = static_cast<uint32_t>(inputs.size());
   plan.note_list(inputs);
   const Tensors written = call.outputs.flat();
   for (const at::Tensor& input : inputs) {

@@ -221,10 +221,10 @@ Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by
     : op(op), call(), by_vendor_(by_vendor) {
   call.kind = kind;
   call.timeout_ms = timeout.count();
-  call.counts = true;
-  call.tensors = 1;
-  call.element = kNoType;
-  call.site = call_site();
+  call.note.counts = true;
+  call.note.tensors = 1;
+  call.note.element = kNoType;
+  call.note.site = call_site();
 }
 
 void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
@@ -273,13 +273,13 @@ char* Plan::writable(const at::Tensor& tensor, bool stage) {
 }
 
 void Plan::read(const at::Tensor& tensor, bool stage) {
-  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  call.note.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   inputs_.push_back({reinterpret_cast<size_t>(readable(tensor, stage)), tensor.nbytes()});
 }
 
 void Plan::write(const at::Tensor& tensor, bool stage) {
-  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  call.note.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   outputs_.push_back({reinterpret_cast<size_t>(writable(tensor, stage)), tensor.nbytes()});
 }
@@ -290,7 +290,7 @@ void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
 }
 
 void Plan::update(const at::Tensor& tensor, bool stage) {
-  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  call.note.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   // The writable pointer is taken first, because taking it may copy a copy-on-write tensor. The operation must then
   // read that copy.
@@ -314,12 +314,12 @@ void Plan::add(const at::Tensor& tensor, Role role) {
 }
 
 void Plan::read_rows(const at::Tensor& tensor, const at::Tensor& rows) {
-  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  call.note.element = static_cast<uint8_t>(tensor.scalar_type());
   add_rows(inputs_, static_cast<const char*>(tensor.const_data_ptr()), tensor, rows);
 }
 
 void Plan::write_rows(const at::Tensor& tensor, const at::Tensor& rows) {
-  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  call.note.element = static_cast<uint8_t>(tensor.scalar_type());
   add_rows(outputs_, static_cast<const char*>(tensor.mutable_data_ptr()), tensor, rows);
 }
 
@@ -365,7 +365,7 @@ void Plan::join_neighbours() {
 }
 
 void Plan::read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
-  call.element = static_cast<uint8_t>(tensors[0].scalar_type());
+  call.note.element = static_cast<uint8_t>(tensors[0].scalar_type());
   std::vector<char*> bases;
   for (const at::Tensor& tensor : tensors) bases.push_back(tensor.numel() == 0 ? nullptr : readable(tensor, false));
   add_blocks(inputs_, tensors, bases, ranks);

@@ -107,8 +107,8 @@ class Plan {
 
   // Marks this as an internal operation or a part of a call, which the statistics do not count as a call.
   void uncounted() {
-    call.counts = false;
-    call.tensors = 0;
+    call.note.counts = false;
+    call.note.tensors = 0;
   }
 
   // Records memory that the operation reads or writes besides its pieces.

@@ -123,6 +123,16 @@ pub mod ffi {
         bytes: usize,
     }
 
+    /// `types::CallNote`.
+    #[derive(Clone, Copy)]
+    struct CallNote {
+        counts: bool,
+        tensors: u32,
+        element: u8,
+        site: u32,
+        host_staged: bool,
+    }
+
     /// `types::Request` without its memory.
     #[derive(Clone, Copy)]
     struct Call {
@@ -138,12 +148,7 @@ pub mod ffi {
         timeout_ms: i64,
         /// Whether `Completion::prepare` and `store_back` have tensors to copy.
         staged: bool,
-        /// The fields below are those of `types::CallNote`.
-        counts: bool,
-        tensors: u32,
-        element: u8,
-        site: u32,
-        host_staged: bool,
+        note: CallNote,
     }
 
     /// `types::Request`.
@@ -165,10 +170,7 @@ pub mod ffi {
         tag: u32,
         read: u64,
         written: u64,
-        tensors: u32,
-        element: u8,
-        site: u32,
-        host_staged: bool,
+        note: CallNote,
         /// Negative: the group's timeout.
         timeout_ms: i64,
     }

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use super::bridge::ffi;
 use super::callbacks::{CompletionHook, PythonHook, PythonLog, StoreHook};
-use super::convert::{Outcome, coded, dtype_named, elements_and_bytes, guarded, kind, kind_named, quietly, request};
+use super::convert::{
+    Outcome, coded, dtype_named, elements_and_bytes, guarded, kind, kind_named, note, quietly, request,
+};
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
 use crate::config::{Config, Settings, Threads, Verify};
 use crate::engine::device::Vendor;
@@ -20,7 +22,7 @@ use crate::json;
 use crate::rendezvous::Rendezvous;
 use crate::select::export as explained;
 use crate::stats::export as counted;
-use crate::types::{CallNote, Dtype, Kind};
+use crate::types::{Dtype, Kind};
 
 impl RustRendezvous {
     pub(super) fn meet(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> Outcome<ffi::Decision> {
@@ -203,13 +205,7 @@ impl RustGroup {
         guarded(|| {
             self.group.not_forked()?;
             let kind = kind(call.kind)?;
-            let note = CallNote {
-                counts: true,
-                tensors: call.tensors,
-                element: call.element,
-                site: call.site,
-                host_staged: call.host_staged,
-            };
+            let note = note(call.note);
             let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
             let timeout = u64::try_from(call.timeout_ms).ok().map(Duration::from_millis);
             Ok(Box::new(RustExternalOp(self.group.external_op(kind, carrier, peer, bytes, note, timeout))))

@@ -113,7 +113,11 @@ pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
     request.out_blocks = out_blocks.to_vec();
     request.list = list.iter().map(listed).collect::<Result<_>>()?;
     request.also_touched = also_touched.iter().map(strided).collect();
-    let ffi::Call { counts, tensors, element, site, host_staged, .. } = call;
-    request.note = CallNote { counts, tensors, element, site, host_staged };
+    request.note = note(call.note);
     Ok(request)
+}
+
+pub(super) fn note(note: ffi::CallNote) -> CallNote {
+    let ffi::CallNote { counts, tensors, element, site, host_staged } = note;
+    CallNote { counts, tensors, element, site, host_staged }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::bridge::ffi;
-use super::convert::{Outcome, dtype, elements_and_bytes, guarded, kind, listed, quietly, spans, unknown};
+use super::convert::{Outcome, dtype, elements_and_bytes, guarded, kind, listed, note, quietly, spans, unknown};
 use super::handles::{RustCall, RustDevices, RustGroup, RustRetired, SharedStore};
 use crate::engine::device::{
     Buffers, Carried, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Found, Hints, Local,
@@ -14,7 +14,7 @@ use crate::engine::device::{
 use crate::error::{Error, Result};
 use crate::fusion::lists as tensor_lists;
 use crate::op::lists;
-use crate::types::{CallNote, Dtype, Few, Listed, ReduceOp, Spans};
+use crate::types::{Dtype, Few, Listed, ReduceOp, Spans};
 
 /// Implements the engine's `Exchange` by functions of the shim's group.
 struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
@@ -67,7 +67,7 @@ impl Parts {
 
     fn request<'a>(&'a self, asked: &'a ffi::DeviceRequest<'_>) -> Result<DeviceRequest<'a>> {
         let ffi::DeviceRequest { name, request: ffi::Request { call, in_blocks, out_blocks, list, .. }, dense } = asked;
-        let ffi::Call { root, tag, timeout_ms, counts, tensors, element, site, .. } = *call;
+        let ffi::Call { root, tag, timeout_ms, .. } = *call;
         let (kind, dtype) = (kind(call.kind)?, dtype(call.dtype)?);
         let op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
         let list: Vec<Listed> = list.iter().map(listed).collect::<Result<_>>()?;
@@ -80,7 +80,7 @@ impl Parts {
             timeout: u64::try_from(timeout_ms).ok().map(Duration::from_millis),
             buffers: Buffers { inputs: &self.inputs, outputs: &self.outputs, in_blocks, out_blocks },
             list: if list.is_empty() { 0 } else { lists::of_tensors(&list) },
-            note: CallNote { counts, tensors, element, site, host_staged: false },
+            note: note(call.note),
         })
     }
 }

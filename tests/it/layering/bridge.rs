@@ -20,11 +20,11 @@ const FACTS: [(&str, &[&str], &str); 14] = [
     ("RustDevices::close", &["drained"], "no operation is under way; the engine decides what follows from it"),
     ("Setup", &["fusion", "strict", "measure_link", "threads_named"], "options of the group"),
     ("Call", &["kind", "dtype", "op"], "the operation"),
-    ("Call", &["counts", "host_staged", "staged"], "what the statistics count, and whether tensors are copied"),
+    ("Call", &["staged"], "whether tensors are copied"),
+    ("CallNote", &["counts", "host_staged"], "what the statistics count, and whether the tensors were on a device"),
     ("Strided", &["written"], "whether the operation writes the memory"),
     ("Listed", &["dtype"], "the type of a tensor"),
     ("ExternalOp", &["kind"], "the operation"),
-    ("ExternalOp", &["host_staged"], "its tensors were on a device"),
     ("DeviceRequest", &["dense"], "how its tensors lie in memory"),
     ("DeviceTerms", &["region", "capturing"], "what is around the launch: a region, a capture"),
 ];
