@@ -22,11 +22,11 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::op::Op;
+use crate::op::signature;
 use crate::os::event_count::WakeWords;
 use crate::reduce::Kernel;
 use crate::select::OpDesc;
 use crate::select::explain::Explanation;
-use crate::types::Kind;
 
 /// Operations that ended, with their outcomes.
 pub type Ended = Vec<(Arc<Op>, Result<()>)>;
@@ -260,7 +260,8 @@ pub const LAUNCHES_KEPT: u64 = 16;
 /// The values on which all ranks must agree for a launch on devices. Several calls with one number have one signature.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signed {
-    /// `op::signature` of the call. For several calls, the first call's signature with the sum of all calls' bytes.
+    /// The signature of the call (`op::signature`). For several calls, the first call's signature with the sum of all
+    /// calls' bytes.
     pub signature: u64,
     /// A hash of the calls' signatures and lists (of tensors or sizes). 0 for a single call without a list. If
     /// `has_share`, it is this rank's share of a sum over all ranks (`BlockSizes::share`) instead.
@@ -268,18 +269,14 @@ pub struct Signed {
 }
 
 impl Signed {
-    /// Set in the signature of an all_to_all if `lists` is a share. The bit is free there, because an all_to_all signs
-    /// no bytes.
-    const SHARE: u64 = 1;
-
     /// The signature of an all_to_all whose number no other call has.
     pub fn all_to_all(signature: u64, sizes: &BlockSizes<'_>) -> Signed {
-        Signed { signature: signature | Signed::SHARE, lists: sizes.share() }
+        Signed { signature: signature::marked(signature), lists: sizes.share() }
     }
 
     /// Whether `lists` is a share, which differs between ranks.
     pub fn has_share(&self) -> bool {
-        (self.signature >> 59) as u8 == Kind::AllToAll as u8 && self.signature & Signed::SHARE != 0
+        signature::is_marked(self.signature)
     }
 
     /// Whether two ranks signed different calls. The shares of an all_to_all are not compared, because they can be

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::hang::MOST;
 use crate::hang::difference::{Difference, Launch, Misfit, misfit_error};
 use crate::hang::waiting::Waiting;
-use crate::op;
+use crate::op::signature;
 use crate::types::Kind;
 
 /// The launches of this rank in one group.
@@ -152,6 +152,6 @@ impl Launches {
         let (own, count) = self.of(number, number);
         let (_, signed) = own[..count].first()?;
         let other = self.control.signed(rank, number).filter(|other| other.differs(signed))?;
-        Some(format!("has issued {} as number {number} instead", op::describe(other.signature)))
+        Some(format!("has issued {} as number {number} instead", signature::describe(other.signature)))
     }
 }

@@ -58,8 +58,8 @@ use crate::hang::responder::Responder;
 use crate::hang::waiting::Waiting;
 use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
-use crate::op;
 pub use crate::op::Op as CoreOp;
+use crate::op::signature;
 use crate::os::{clock, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::progress::driver;
@@ -172,7 +172,7 @@ impl Group {
         check::validate(&request, place)?;
         let kernel = check::kernel(&request, self.config.size)?;
         let mut timeout = Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeouts.milliseconds()));
-        let signature = op::signature(&request, self.config.size);
+        let signature = signature::of(&request, self.config.size);
         let mut ended = Ended::new();
         let mut guard = self.lock();
         self.faults.standing()?; // the group may have failed while this thread waited for the lock
@@ -288,7 +288,7 @@ impl Group {
     /// The fault that a peer reported, as an error of this rank. With `engine`, the error names the operation of this
     /// rank that the fault ends.
     fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
-        self.faults.reported(|| self.watch.channel()?.told(), engine)
+        self.faults.reported(|| self.watch.store()?.told(), engine)
     }
 
     /// Called by the thread that watches processes.
@@ -362,8 +362,8 @@ impl Group {
             log::debug!("group '{name}' rank {rank} failed: {}", error.in_one_line());
             self.control.announce(&error);
             self.faults.set_announced();
-            if let Some(channel) = self.watch.channel() {
-                channel.look_again(); // so that the thread that reads the store publishes the fault
+            if let Some(store) = self.watch.store() {
+                store.look_again(); // so that the thread that reads the store publishes the fault
             }
         }
         // If another thread has set its fault first, the pending operations fail with that fault.

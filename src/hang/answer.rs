@@ -50,7 +50,7 @@ impl Watch {
     fn status_while(&self, question: u32, mut waits: Option<Waits>) -> Status {
         let Progress { issued, last, launched, launched_last, signed, idle } =
             self.subject().map_or_else(Progress::default, |subject| subject.progress());
-        let is_detailed = self.channel().is_some_and(|channel| channel.is_detailed());
+        let is_detailed = self.store().is_some();
         let signed = if is_detailed { signed } else { Vec::new() };
         let others = self.who.processes.iter().filter(|(rank, _)| is_detailed && **rank != self.who.rank);
         let stopped = others.filter(|(_, pid)| life_of(**pid) == Some(Life::Stopped)).map(|(rank, _)| *rank).collect();

@@ -61,7 +61,7 @@ fn answer(responder: &Responder) {
         }
         // Holds channels, not groups, so that this thread keeps no group alive while it sleeps.
         let asked: Vec<Question> = responder.members().iter().filter_map(|member| serve(&**member)).collect();
-        let words = asked.iter().filter_map(|(channel, seen)| Some((channel.question()?, *seen)));
+        let words = asked.iter().filter_map(|(channel, seen)| Some((channel.memory()?.question(), *seen)));
         let mut words: Vec<_> = std::iter::once((responder.changed.word(), changed)).chain(words).collect();
         let all = words.len() == 1 || words.len() <= futex::MOST && futex::watches_several();
         words.truncate(if all { futex::MOST } else { 1 });
@@ -73,9 +73,10 @@ fn answer(responder: &Responder) {
 /// served.
 fn serve(me: &dyn Member) -> Option<Question> {
     let channel = me.channel()?;
-    let question = channel.question()?.load(Ordering::Acquire);
+    let memory = channel.memory()?;
+    let question = memory.question().load(Ordering::Acquire);
     let served = contained(|| {
-        channel.reply(me, question);
+        memory.reply(me, question);
         Ok(())
     });
     served.unwrap_or_else(|bug| log::error!("{bug}"));
@@ -88,8 +89,9 @@ mod tests {
     use std::sync::atomic::AtomicU32;
 
     use super::*;
+    use crate::engine::Told;
     use crate::error::Error;
-    use crate::hang::channel::LongWait;
+    use crate::hang::channel::{LongWait, MemoryChannel, StoreAccess};
     use crate::hang::monitor::Watched;
     use crate::hang::places::Asked;
     use crate::hang::query::Participant;
@@ -145,30 +147,23 @@ mod tests {
     }
 
     impl Channel for Words {
-        fn ask(&self, _: usize) -> Option<u32> {
-            None
-        }
-        fn answer(&self, _: usize, _: u32) -> Option<Status> {
-            None
-        }
         fn has_all(&self, _: &Watched) -> bool {
             false
         }
         fn takes(&self, _: Duration) -> Duration {
             Duration::ZERO
         }
-        fn is_detailed(&self) -> bool {
-            false
+        fn memory(&self) -> Option<&dyn MemoryChannel> {
+            Some(self)
         }
-        fn look_again(&self) {}
-        fn ask_for_fault(&self) -> Duration {
-            Duration::ZERO
+        fn store(&self) -> Option<&dyn StoreAccess> {
+            Some(self)
         }
-        fn question(&self) -> Option<&AtomicU32> {
-            Some(&self.question)
-        }
-        fn connection(&self) -> Option<usize> {
-            Some(self.trouble as usize)
+    }
+
+    impl StoreAccess for Words {
+        fn connection(&self) -> usize {
+            self.trouble as usize
         }
         fn leave(&self, _: usize) {
             self.left.fetch_add(1, Ordering::Relaxed);
@@ -180,6 +175,32 @@ mod tests {
                 std::thread::sleep(Duration::from_secs(3600)); // blocks for ever, so `stop` leaves this thread behind
             }
             Some(Duration::from_millis(1))
+        }
+        fn look_again(&self) {}
+        fn obstacle(&self) -> Option<String> {
+            None
+        }
+        fn ask_for_fault(&self) {}
+        fn had_no_fault_at(&self, _: Instant) -> bool {
+            true
+        }
+        fn has_published(&self) -> bool {
+            true
+        }
+        fn told(&self) -> Option<Told> {
+            None
+        }
+    }
+
+    impl MemoryChannel for Words {
+        fn ask(&self, _: usize) -> u32 {
+            unreachable!("the test asks by itself")
+        }
+        fn answer(&self, _: usize, _: u32) -> Option<Status> {
+            unreachable!("the test reads the answers by itself")
+        }
+        fn question(&self) -> &AtomicU32 {
+            &self.question
         }
         fn reply(&self, me: &dyn Speaker, question: u32) {
             assert!(self.trouble != Trouble::Panics, "a bug in one group");

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::engine::Signed;
 use crate::error::{Error, SAME_CALLS, laid_out};
-use crate::op;
+use crate::op::signature;
 use crate::op::words::MOVED;
 
 /// Number of a launch, and its signature.
@@ -63,13 +63,13 @@ impl Difference {
             return misfit_error(group, (*number, own.signature), None);
         }
         let (head, mut lines) = if own.signature == other.signature {
-            let call = op::describe(own.signature);
+            let call = signature::describe(own.signature);
             let what =
                 format!("passed different tensors or lists of sizes to {call}, number {number} on their devices");
             (format!("ranks {a} and {b} of group '{group}' {what}"), Vec::new())
         } else {
             let called = |(rank, signed): (&usize, &Signed)| {
-                (*rank, format!("rank {rank} called {}", op::describe(signed.signature)))
+                (*rank, format!("rank {rank} called {}", signature::describe(signed.signature)))
             };
             let mut calls = [called((a, own)), called((b, other))];
             calls.sort();
@@ -95,7 +95,7 @@ pub struct Misfit {
 
 /// Returns the error of an all_to_all on devices whose sizes do not match between the ranks.
 pub fn misfit_error(group: &str, (number, signature): (u64, u64), named: Option<Misfit>) -> Error {
-    let call = op::describe(signature);
+    let call = signature::describe(signature);
     let what = format!("passed sizes that do not belong together to {call}, number {number} on their devices");
     let head = format!("ranks of group '{group}' {what}");
     let named = named.map_or_else(String::new, |Misfit { from, to, sent, expected }| {
@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn the_first_number_for_which_two_ranks_differ_is_found() {
         let sign = |kind: Kind, bytes: u64| {
-            let signature = op::signature_of(kind, (Dtype::F32, ReduceOp::Sum), 0, (bytes, bytes));
+            let signature = signature::of_call(kind, (Dtype::F32, ReduceOp::Sum), 0, (bytes, bytes));
             Signed { signature, lists: 0 }
         };
         let (reduce, other) = (sign(Kind::AllReduce, 16), sign(Kind::Broadcast, 32));

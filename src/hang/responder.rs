@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::channel::{Channel, LongWait, Member};
+use super::channel::{Channel, LongWait, Member, StoreAccess};
 use super::cycle::Edge;
 use super::places::{self, Asked, Places};
 use super::store_keys::Request;
@@ -30,6 +30,12 @@ pub(super) struct LeftGroup {
     pub(super) channel: Arc<dyn Channel>,
     pub(super) ranks: usize,
     since: Instant,
+}
+
+impl LeftGroup {
+    fn connection(&self) -> Option<usize> {
+        self.channel.store().map(StoreAccess::connection)
+    }
 }
 
 #[derive(Default)]
@@ -110,8 +116,7 @@ impl Responder {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let of = |channel| LeftGroup { channel, ranks: member.ranks(), since: Instant::now() };
         left.extend(member.channel().map(of));
-        let unused =
-            |one: &mut LeftGroup| one.channel.connection().is_none_or(|used_by| !used.contains(&Some(used_by)));
+        let unused = |one: &mut LeftGroup| one.connection().is_none_or(|used_by| !used.contains(&Some(used_by)));
         let gone: Vec<LeftGroup> = left.extract_if(.., unused).collect();
         drop(left);
         drop(gone); // may close a connection
@@ -121,7 +126,7 @@ impl Responder {
     /// until the next of these groups is due.
     pub(super) fn take_left(&self, connection: usize, after: Duration) -> (Vec<LeftGroup>, Option<Duration>) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let of_it = |one: &LeftGroup| one.channel.connection() == Some(connection);
+        let of_it = |one: &LeftGroup| one.connection() == Some(connection);
         let due = left.extract_if(.., |one| of_it(one) && one.since.elapsed() >= after).collect();
         let next = left.iter().find(|one| of_it(one)).map(|one| after.saturating_sub(one.since.elapsed()));
         (due, next)

@@ -4,11 +4,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::channel::Channel;
+use super::LAST;
+use super::channel::{Channel, MemoryChannel};
 use super::monitor::Watched;
 use super::reply::{Reply, Speaker};
 use super::status::{Place, Status};
-use super::{FAULT_SEEN, LAST};
 use crate::engine::{Control, Inquiry};
 
 pub struct ShmChannel {
@@ -37,14 +37,6 @@ impl ShmChannel {
 }
 
 impl Channel for ShmChannel {
-    fn ask(&self, rank: usize) -> Option<u32> {
-        Some(self.inquiry().ask(rank))
-    }
-
-    fn answer(&self, rank: usize, question: u32) -> Option<Status> {
-        Status::decode(&self.inquiry().heard(rank)).filter(|status| status.answers(question))
-    }
-
     fn has_all(&self, watched: &Watched) -> bool {
         let is_whole = |rank| watched.statuses.get(&rank).is_some_and(|status| status.place != Place::Locked);
         watched.asked.iter().all(|(rank, _)| is_whole(*rank))
@@ -54,18 +46,22 @@ impl Channel for ShmChannel {
         if timeout.is_zero() { LAST } else { LAST.min(timeout / 10) }
     }
 
-    fn is_detailed(&self) -> bool {
-        false
+    fn memory(&self) -> Option<&dyn MemoryChannel> {
+        Some(self)
+    }
+}
+
+impl MemoryChannel for ShmChannel {
+    fn ask(&self, rank: usize) -> u32 {
+        self.inquiry().ask(rank)
     }
 
-    fn look_again(&self) {}
-
-    fn ask_for_fault(&self) -> Duration {
-        FAULT_SEEN
+    fn answer(&self, rank: usize, question: u32) -> Option<Status> {
+        Status::decode(&self.inquiry().heard(rank)).filter(|status| status.answers(question))
     }
 
-    fn question(&self) -> Option<&AtomicU32> {
-        Some(self.inquiry().question())
+    fn question(&self) -> &AtomicU32 {
+        self.inquiry().question()
     }
 
     /// Answers with what is known now, and again when the place of the program is known.

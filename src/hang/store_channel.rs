@@ -8,13 +8,12 @@ use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
-use super::channel::{Channel, Member};
+use super::channel::{Channel, Member, StoreAccess};
 use super::monitor::Watched;
 use super::queries::{FaultRead, Queries};
 use super::responder::Responder;
-use super::status::Status;
 use super::store_keys::{Request, SharedStore, interval};
-use super::{FAULT_READ, SHORTEST, SILENCE, in_seconds};
+use super::{SHORTEST, SILENCE, in_seconds};
 use crate::engine::Told;
 use crate::os::clock;
 
@@ -63,14 +62,6 @@ impl StoreChannel {
 }
 
 impl Channel for StoreChannel {
-    fn ask(&self, _rank: usize) -> Option<u32> {
-        None
-    }
-
-    fn answer(&self, _rank: usize, _question: u32) -> Option<Status> {
-        None
-    }
-
     fn has_all(&self, watched: &Watched) -> bool {
         watched.complete
     }
@@ -79,10 +70,12 @@ impl Channel for StoreChannel {
         interval(timeout) * 2 + SILENCE
     }
 
-    fn is_detailed(&self) -> bool {
-        true
+    fn store(&self) -> Option<&dyn StoreAccess> {
+        Some(self)
     }
+}
 
+impl StoreAccess for StoreChannel {
     fn obstacle(&self) -> Option<String> {
         if let Some(failure) = self.queries.failure() {
             return Some(format!("the store has failed ({failure})"));
@@ -95,10 +88,9 @@ impl Channel for StoreChannel {
         self.responder.look_again();
     }
 
-    fn ask_for_fault(&self) -> Duration {
+    fn ask_for_fault(&self) {
         self.asks_why.store(true, Ordering::Relaxed);
         self.look_again();
-        FAULT_READ
     }
 
     fn had_no_fault_at(&self, at: Instant) -> bool {
@@ -120,8 +112,8 @@ impl Channel for StoreChannel {
         self.told.get().cloned()
     }
 
-    fn connection(&self) -> Option<usize> {
-        Some(self.queries.connection())
+    fn connection(&self) -> usize {
+        self.queries.connection()
     }
 
     fn leave(&self, ranks: usize) {

@@ -53,7 +53,7 @@ fn look(responder: &Responder, connection: usize) {
         let users: Vec<_> = members.iter().filter(uses).map(Arc::downgrade).collect();
         drop(members);
         for group in users.iter().filter_map(Weak::upgrade) {
-            let looked = contained(|| Ok(group.channel().and_then(|channel| channel.look(&*group))));
+            let looked = contained(|| Ok(group.channel().and_then(|channel| channel.store()?.look(&*group))));
             let next = looked.unwrap_or_else(|bug| {
                 log::error!("{bug}");
                 Some(Duration::from_secs(1))
@@ -67,7 +67,9 @@ fn look(responder: &Responder, connection: usize) {
         let (left, next) = responder.take_left(connection, KEYS_STAY);
         for group in left {
             let removed = contained(|| {
-                group.channel.leave(group.ranks);
+                if let Some(store) = group.channel.store() {
+                    store.leave(group.ranks);
+                }
                 Ok(())
             });
             removed.unwrap_or_else(|bug| log::error!("{bug}"));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
-use super::channel::{Channel, LongWait};
+use super::channel::{Channel, LongWait, MemoryChannel, StoreAccess};
 use super::cycle::{self, Edge};
 use super::monitor::{Monitor, Watched};
 use super::report::{Ages, LastEnd, Life, MissingRank, ProcessReport, StallReport, WaitsFor, described, life_of};
@@ -65,6 +65,16 @@ impl Watch {
         self.channel.get()
     }
 
+    /// The channel, if it uses a store.
+    pub fn store(&self) -> Option<&dyn StoreAccess> {
+        self.channel()?.store()
+    }
+
+    /// The channel, if it is in shared memory.
+    fn memory(&self) -> Option<&dyn MemoryChannel> {
+        self.channel()?.memory()
+    }
+
     /// Returns false if the watch already has a channel.
     pub fn set_channel(&self, channel: Arc<dyn Channel>) -> bool {
         self.channel.set(channel).is_ok()
@@ -85,20 +95,23 @@ impl Watch {
         self.members.get().and_then(|members| members.get(rank).copied()).unwrap_or(rank as u32)
     }
 
-    /// Starts to look for another rank's fault. Returns how long this takes at most (`Channel::ask_for_fault`).
+    /// Starts to look for another rank's fault. Returns how long this takes at most.
     pub fn ask_for_fault(&self) -> Duration {
-        self.channel().map_or(FAULT_SEEN, |channel| channel.ask_for_fault())
+        let Some(store) = self.store() else { return FAULT_SEEN };
+        store.ask_for_fault();
+        FAULT_READ
     }
 
-    /// Whether this rank knows that no other rank had published a fault at this time (`Channel::had_no_fault_at`).
+    /// Whether this rank knows that no other rank had published a fault at this time. In shared memory a rank always
+    /// knows, because a fault is visible there immediately (`StoreAccess::had_no_fault_at`). Never waits.
     pub fn had_no_fault_at(&self, at: Instant) -> bool {
-        self.channel().is_none_or(|channel| channel.had_no_fault_at(at))
+        self.store().is_none_or(|store| store.had_no_fault_at(at))
     }
 
     /// Waits for at most `FAULT_READ` until the other ranks can read why the group failed on this rank.
     pub fn await_published(&self) {
         let until = Instant::now() + FAULT_READ;
-        while self.channel().is_some_and(|channel| !channel.has_published()) && Instant::now() < until {
+        while self.store().is_some_and(|store| !store.has_published()) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -119,18 +132,17 @@ impl Watch {
         let (which, soft) = (&waiting.which, self.who.soft);
         let mut monitor = self.lock();
         let Some(step) = monitor.step(waiting, soft, now) else { return };
-        let channel = self.channel();
         if step.begins
-            && let Some(channel) = channel
+            && let Some(store) = self.store()
         {
-            channel.look_again();
+            store.look_again();
         }
         if step.asks {
             self.read_answers(&mut monitor, which);
             self.learn_edges(&monitor, which, now);
             self.ask(subject, &mut monitor, waiting);
         }
-        let (has_all, takes) = match channel {
+        let (has_all, takes) = match self.channel() {
             Some(channel) => {
                 self.read_answers(&mut monitor, which);
                 (monitor.of(which).is_none_or(|watched| channel.has_all(watched)), channel.takes(waiting.timeout))
@@ -160,27 +172,26 @@ impl Watch {
         }
     }
 
-    /// Asks this rank and the ranks that the operation waits for.
+    /// Asks this rank and the ranks that the operation waits for. Through a store, the thread that reads it asks all
+    /// ranks.
     fn ask(&self, subject: &dyn Subject, monitor: &mut Monitor, waiting: &Waiting) {
-        let Some(channel) = self.channel() else { return };
+        let Some(memory) = self.memory() else { return };
         let missing = match self.blockers(subject, monitor, waiting) {
             Blockers::Ranks(ranks) => ranks,
             _ => Vec::new(),
         };
         let missing = missing.into_iter().map(|(rank, _)| rank).take(MOST);
         for rank in std::iter::once(self.who.rank).chain(missing) {
-            if let Some(question) = channel.ask(rank) {
-                monitor.asked(&waiting.which, rank, question);
-            }
+            monitor.asked(&waiting.which, rank, memory.ask(rank));
         }
     }
 
     /// Reads the answers of the ranks that were asked individually.
     fn read_answers(&self, monitor: &mut Monitor, which: &Which) {
-        let Some(channel) = self.channel() else { return };
+        let Some(memory) = self.memory() else { return };
         let asked = monitor.of(which).map_or_else(Vec::new, |watched| watched.asked.clone());
         for (rank, question) in asked {
-            if let Some(status) = channel.answer(rank, question) {
+            if let Some(status) = memory.answer(rank, question) {
                 monitor.answered(which, rank, status);
             }
         }
@@ -203,7 +214,7 @@ impl Watch {
                 Blockers::Unknown(Some(match complete {
                     true => "no rank is known to be missing".to_string(),
                     false => {
-                        let why = self.channel().and_then(|channel| channel.obstacle());
+                        let why = self.store().and_then(StoreAccess::obstacle);
                         let why = why.map_or_else(String::new, |why| format!(", because {why}"));
                         format!("the ranks have not said what they do{why}")
                     }

@@ -3,6 +3,7 @@
 //! a hash of the list is also part of the chain of calls (rule 5). A call with a list gets every error that separate
 //! calls would get.
 
+use super::signature;
 use crate::error::{Error, laid_out};
 use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
 
@@ -37,14 +38,14 @@ pub fn of_blocks(kind: Kind, (read, written): (&[usize], &[usize])) -> u64 {
 
 /// Whether an operation with this signature may have a list.
 pub fn possible(signature: u64) -> bool {
-    matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter))
+    matches!(signature::kind(signature), Some(Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter))
 }
 
 /// For two operations with this signature: whether different lists always give different `aux` words in their headers
 /// (`engine/shm/small.rs`).
 pub fn told_by_aux(signature: u64) -> bool {
-    let (kind, op) = (Kind::from_u8((signature >> 59) as u8), signature >> 55 & 0xf);
-    kind == Some(Kind::AllReduce) && op != u64::from(ReduceOp::PremulSum(1.0).code())
+    let premul = ReduceOp::PremulSum(1.0).code();
+    signature::kind(signature) == Some(Kind::AllReduce) && signature::reduce_code(signature) != premul
 }
 
 /// Hash of a list of tensors: their number, and the size and type of each, in order.

@@ -6,6 +6,7 @@
 pub mod lists;
 pub mod overlap;
 pub mod pending;
+pub mod signature;
 pub mod words;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -18,7 +19,7 @@ use self::overlap::Reach;
 use crate::error::{Error, Result};
 use crate::host::Completion;
 use crate::os::clock;
-use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
+use crate::types::{Request, Span};
 
 const PENDING: u8 = 0;
 const DONE: u8 = 1;
@@ -323,54 +324,6 @@ impl Op {
             completion.ended(self.error.get());
         }
     }
-}
-
-/// Packs the values on which all ranks must agree into 64 bits that can be decoded for error texts: kind (5 bits),
-/// reduce op (4), dtype (6), root (9), bytes (40).
-///
-/// If an operation only moves data, bytes are signed but not the dtype. If blocks have different sizes, their sum is
-/// signed. For an all_to_all no bytes are signed, because no rank knows all sizes (the tables of block sizes are
-/// checked pair by pair).
-pub fn signature(request: &Request, ranks: usize) -> u64 {
-    debug_assert!(ranks <= 512);
-    let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
-    let sizes = (sum(request.inputs()), sum(request.outputs()));
-    signature_of(request.kind, (request.dtype, request.op), request.root, sizes)
-}
-
-/// The signature of a call that reads `read` bytes and writes `written` bytes.
-pub fn signature_of(kind: Kind, (dtype, op): (Dtype, ReduceOp), root: u32, (read, written): (u64, u64)) -> u64 {
-    let bytes = match kind {
-        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather | Kind::Send => read,
-        Kind::Broadcast => read.max(written),
-        Kind::AllGather | Kind::Scatter | Kind::Recv => written,
-        Kind::AllToAll | Kind::Barrier => 0,
-    };
-    let (dtype, op) = if kind.reduces() { (dtype as u64, u64::from(op.code())) } else { (0, 0) };
-    let root = if kind.rooted() { u64::from(root) & 0x1ff } else { 0 };
-    (kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
-}
-
-/// A signature as text: `all_reduce(1024 bytes, float32, SUM)`.
-pub fn describe(signature: u64) -> String {
-    let kind = (signature >> 59) as u8;
-    let op = (signature >> 55 & 0xf) as u8;
-    let dtype = (signature >> 49 & 0x3f) as u8;
-    let root = signature >> 40 & 0x1ff;
-    let bytes = signature & ((1 << 40) - 1);
-    let Some(kind) = Kind::from_u8(kind) else { return "an unknown operation".to_string() };
-    let mut parts = Vec::new();
-    if !matches!(kind, Kind::AllToAll | Kind::Barrier) {
-        parts.push(format!("{bytes} bytes"));
-    }
-    if kind.reduces() {
-        parts.push(Dtype::from_u8(dtype).map_or("unknown dtype", Dtype::name).to_string());
-        parts.push(ReduceOp::name_of(op).to_string());
-    }
-    if kind.rooted() {
-        parts.push(format!("root {root}"));
-    }
-    format!("{kind}({})", parts.join(", "))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Error texts that name an operation, or two ranks' operations that differ.
 
-use super::{Op, describe};
+use super::Op;
+use super::signature::describe;
 use crate::error::{Error, SAME_CALLS, laid_out};
 use crate::types::{ANY_RANK, Kind};
 
@@ -67,14 +68,14 @@ pub fn not_taken(me: usize, to: usize, tag: u32, bytes: usize) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::signature_of;
+    use crate::op::signature;
     use crate::types::{Dtype, ReduceOp};
 
     #[test]
     fn the_lower_rank_comes_first_whoever_finds_the_difference() {
         let called = |rank, number| Called {
             rank,
-            signature: signature_of(Kind::Broadcast, (Dtype::F32, ReduceOp::Sum), rank as u32, (4, 4)),
+            signature: signature::of_call(Kind::Broadcast, (Dtype::F32, ReduceOp::Sum), rank as u32, (4, 4)),
             number,
         };
         let text = "sagellm: ranks called different operations as number 3 of their group\n  rank 0 called broadcast(4 bytes, \

@@ -24,8 +24,8 @@ use sagellm::engine::shm::Shm;
 use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::{Ended, Engine};
 use sagellm::error::Error;
-use sagellm::op;
 use sagellm::op::Op;
+use sagellm::op::signature;
 use sagellm::os::fault_points;
 use sagellm::os::fault_points::FaultPoint;
 use sagellm::reduce;
@@ -142,7 +142,7 @@ impl Rank {
         };
         self.numbers += u64::from(!request.kind.is_p2p());
         let kernel = request.kind.reduces().then(|| reduce::kernel(request.dtype, request.op, ranks).unwrap());
-        let signature = op::signature(&request, ranks);
+        let signature = signature::of(&request, ranks);
         let op = Arc::new(Op::new(request, self.numbers, signature, Duration::from_secs(3600), None));
         self.pending.insert(Arc::as_ptr(&op), pending);
         let outcome = self.engine.submit(op, kernel, &mut self.ended);

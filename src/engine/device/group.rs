@@ -7,8 +7,8 @@ use super::layout::Buffers;
 use super::lowering::LoweringInput;
 use crate::engine::{BlockSizes, Signed};
 use crate::error::{Error, Result};
-use crate::op;
 use crate::op::lists;
+use crate::op::signature;
 use crate::select::Policy;
 use crate::types::{CallNote, Kind};
 
@@ -160,7 +160,7 @@ impl DeviceRequest<'_> {
 
     fn signature(&self) -> u64 {
         let LoweringInput { kind, dtype, op, .. } = self.asked;
-        op::signature_of(kind, (dtype, op), self.root, (self.read(), self.written()))
+        signature::of_call(kind, (dtype, op), self.root, (self.read(), self.written()))
     }
 
     /// The sizes of the blocks, if this is an all_to_all of rank `rank` of `ranks`.
@@ -176,13 +176,11 @@ impl DeviceRequest<'_> {
         if let ([call], Some(sizes)) = (calls, sizes) {
             return Signed::all_to_all(call.signature(), sizes);
         }
-        const BYTES: u64 = (1 << 40) - 1;
         let mix = |hash: u64, word: u64| (hash.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let (mut signature, mut hash) = (0, 0);
         for call in calls {
             let own = call.signature();
-            let bytes = ((signature & BYTES) + (own & BYTES)) & BYTES;
-            signature = if signature == 0 { own } else { signature & !BYTES | bytes };
+            signature = if signature == 0 { own } else { signature::with_bytes_of(signature, own) };
             let blocks = (call.buffers.in_blocks, call.buffers.out_blocks);
             let lists = if call.list != 0 { call.list } else { lists::of_blocks(call.asked.kind, blocks) };
             if calls.len() > 1 || lists != 0 {

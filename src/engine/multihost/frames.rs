@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::link::Link;
 use super::names::Names;
 use crate::error::{Error, SAME_CALLS, laid_out};
-use crate::op;
 use crate::op::lists;
+use crate::op::signature;
 use crate::op::words::{Called, MOVED, different};
 use crate::select::inter::SHORT_BYTES;
 
@@ -60,7 +60,7 @@ impl Step {
     pub fn during(self) -> String {
         match self {
             Step(0, _) => "meets the other hosts".to_string(), // the messages that measure the link
-            Step(signature, number) => format!("is in {} number {number}", op::describe(signature)),
+            Step(signature, number) => format!("is in {} number {number}", signature::describe(signature)),
         }
     }
 }
@@ -99,7 +99,7 @@ impl FrameHeader {
 
     /// Returns the error for two ranks that agree about the first operation of a batch, but not about the rest of it.
     pub fn differs_in_part(&self, me: usize, peer: usize, came: String) -> Error {
-        let (call, number) = (op::describe(self.signature), self.number);
+        let (call, number) = (signature::describe(self.signature), self.number);
         let head = format!(
             "rank {me} and rank {peer} agree about {call} number {number} of their group, but not about all of it"
         );
@@ -112,7 +112,7 @@ impl FrameHeader {
     /// the lists agree.
     fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
         let differ = theirs != self.lists && (lists::is_of_tensors(theirs) || lists::is_of_tensors(self.lists));
-        let call = || op::describe(self.signature);
+        let call = || signature::describe(self.signature);
         differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), (None, MOVED)))
     }
 

@@ -17,8 +17,8 @@ use crate::config::{Part, Verify};
 use crate::engine::verify;
 use crate::engine::verify::Hashing;
 use crate::error::Error;
-use crate::op;
 use crate::op::Op;
+use crate::op::signature;
 
 /// A rank waits at most this long for another rank that knows whose result is wrong.
 pub const PATIENCE: Duration = Duration::from_millis(500);
@@ -132,7 +132,7 @@ impl Ledger {
         for (_, rank, word) in self.heard.iter().filter(|heard| same_batch(own, heard.2)) {
             votes[*rank] = Some(word & !BATCH);
         }
-        let what = format!("{} number {number}", op::describe(signature));
+        let what = format!("{} number {number}", signature::describe(signature));
         let process = |rank: usize| self.names.processes[rank].clone();
         let error = verify::verdict(&what, self.verify.part, &votes, process)?;
         self.undecided += 1;

@@ -16,8 +16,8 @@ use super::{headers, small, table};
 use crate::engine::order::{Order, copy_inputs, has_left_its_memory};
 use crate::engine::{Blockers, Control, Ended, Engine, LastCall, PeerProgress};
 use crate::error::{Error, Result};
-use crate::op;
 use crate::op::Op;
+use crate::op::signature;
 use crate::os::event_count;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
@@ -388,7 +388,7 @@ impl Shm {
     /// The last call of `peer` as text, with its number, for error texts.
     fn last_call(&self, peer: usize) -> (u64, Option<String>) {
         let n = self.area.issued(peer);
-        let call = || format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature));
+        let call = || format!("{} number {n}", signature::describe(self.area.read_header(peer, n).signature));
         (n, (n > 0).then(call))
     }
 }

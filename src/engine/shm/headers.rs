@@ -8,7 +8,7 @@ use super::memory::layout::{OFFER_BYTES, SLOT_BYTES};
 use super::protocol::Slots;
 use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result, SAME_CALLS, laid_out};
-use crate::op;
+use crate::op::signature;
 use crate::op::words::{Called, UNTOUCHED, different};
 use crate::op::{Op, lists};
 use crate::select;
@@ -117,7 +117,13 @@ fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> O
         lists::Place { at, own, theirs }
     });
     let place = pairs.find(|place| place.own != place.theirs);
-    Some(lists::differ(&op::describe(op.signature), op.number, (area.me, own), (peer, theirs), (place, UNTOUCHED)))
+    Some(lists::differ(
+        &signature::describe(op.signature),
+        op.number,
+        (area.me, own),
+        (peer, theirs),
+        (place, UNTOUCHED),
+    ))
 }
 
 /// Called if the signatures of this operation agree but the chains differ. Then either this operation's lists of sizes
@@ -141,7 +147,7 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
         let lists_differ = !lists::told_by_aux(own.signature) || own.aux != theirs.aux;
         if own.chain != theirs.chain && agreed && lists::possible(own.signature) && lists_differ {
             let sizes = if n == op.number { sizes(me, &op.request) } else { String::new() };
-            let call = op::describe(own.signature);
+            let call = signature::describe(own.signature);
             let head = format!(
                 "rank {me} and rank {peer} passed different lists of sizes to {call}, number {n} of their group"
             );

@@ -18,8 +18,8 @@ use crate::config::{Part, Verify};
 use crate::engine::verify;
 use crate::engine::verify::Hashing;
 use crate::error::Result;
-use crate::op;
 use crate::op::Op;
+use crate::op::signature;
 use crate::os::{clock, topology};
 use crate::reduce::hash::SPARE;
 use crate::types::{Kind, Span};
@@ -120,7 +120,7 @@ impl Results {
         let is_vote = |word: &u64| !is_missing(word) && word & COMPARED != 0;
         let votes: Vec<Option<u64>> = words.iter().map(|word| Some(word & !SPARE).filter(|_| is_vote(word))).collect();
         self.found = None;
-        let what = format!("{} number {n}", op::describe(self.signatures[(n % self.words) as usize]));
+        let what = format!("{} number {n}", signature::describe(self.signatures[(n % self.words) as usize]));
         let host = topology::hostname();
         let process = |rank: usize| format!("pid {}, host {host}", self.pids[rank]);
         let Some(error) = verify::verdict(&what, self.verify.part, &votes, process) else { return Ok(true) };

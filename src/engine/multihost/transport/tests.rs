@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use super::*;
 use crate::engine::Polled;
 use crate::engine::multihost::link::{Done, Ended, Mail, Mailbox};
-use crate::op::signature_of;
+use crate::op::signature;
 use crate::types::{Dtype, Kind, ReduceOp};
 
 /// A link whose peer has sent these frames and sends nothing else, or is lost.
@@ -113,7 +113,7 @@ fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
 
 /// Returns the header of a broadcast. The segments of a broadcast have different chains.
 fn header(number: u64, root: u32, chain: u64) -> FrameHeader {
-    let signature = signature_of(Kind::Broadcast, (Dtype::Bytes, ReduceOp::Sum), root, (8, 8));
+    let signature = signature::of_call(Kind::Broadcast, (Dtype::Bytes, ReduceOp::Sum), root, (8, 8));
     FrameHeader { signature, number, chain, ..FrameHeader::default() }
 }
 

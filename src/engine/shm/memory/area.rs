@@ -15,6 +15,7 @@ use crate::engine::shm::protocol::{Mail, Region, Word, Words};
 use crate::engine::{BlockSizes, LAUNCHES_KEPT, Signed};
 use crate::error::{Error, Result};
 use crate::op::Op;
+use crate::op::signature;
 use crate::os::event_count::WakeWords;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
@@ -269,7 +270,7 @@ impl Area {
         // reader can tell that these words may have been reused.
         signature.store(signed.signature, Ordering::Release);
         lists.store(signed.lists, Ordering::Release);
-        let word = number << 8 | signed.signature >> 59;
+        let word = number << 8 | u64::from(signature::kind_code(signed.signature));
         // Release: the signature is visible before the number that refers to it.
         self.word64(self.layout.control_word(self.me, LIFE) + 16).store(word, Ordering::Release);
     }
