@@ -3,7 +3,7 @@
 
 Hosts are network namespaces of this machine. Each layout (hosts x ranks) is run over each link; within a run the groups
 of the same processes take turns. Each rank writes its tensor before each call, as a program does. A sample is the time
-of the slowest rank's call. The benchmark needs root and the programs `ip` and `tc`.
+per call of two consecutive calls on the slowest rank. The benchmark needs root and the programs `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from measure import machine as machines
 from measure import ranks as processes
 from measure import report
 from measure.cases import DTYPES, Case
-from measure.stats import format_time, percentile, slowest_rank, summarize
+from measure.stats import by_pairs, format_time, percentile, slowest_rank, summarize
 
 import torch_sagellm
 from torch_sagellm._private.units import parse_size, show_size
@@ -136,7 +136,7 @@ def measure(case: Case, backends: list[collectives.Backend], args: argparse.Name
     times: Result = {label: {"error": failed[label]} for label in failed}
     for label in (each.label for each in backends if each.label not in failed):
         taking_part = [rank[label] for rank in everyone if any(rank[label])]
-        merged = [slowest_rank(taken) for taken in zip(*taking_part, strict=True)]
+        merged = [slowest_rank([by_pairs(rank) for rank in taken]) for taken in zip(*taking_part, strict=True)]
         half = 2 if case.op == "ping_pong" else 1  # a round trip is two messages
         times[label] = summarize([[us / half for us in taken] for taken in merged]).as_dict()
         of_rounds = [sum(ranks) for ranks in zip(*(rank[label] for rank in all_used), strict=True)]
@@ -239,9 +239,8 @@ def markdown(whole: Result) -> str:
     machine = whole["machine"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['date']}. gloo's time over that of the other: 10th "
-        "percentile (median); below 1 gloo is faster. Times are medians (10th, 99th percentile) of the slowest rank's "
-        "call; "
-        "after a semicolon the ratio of the processor time of all ranks. "
+        "percentile (median); below 1 gloo is faster. Times are medians (10th, 99th percentile) per call of two "
+        "consecutive calls on the slowest rank; after a semicolon the ratio of the processor time of all ranks. "
         f"{CONTROL} is a second group of gloo: how far it is from 1 is noise. TCP's congestion control: "
         f"{whole.get('congestion') or 'the default of this machine'}."
     ]

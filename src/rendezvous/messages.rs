@@ -15,7 +15,7 @@ use crate::os::topology;
 use crate::select;
 
 /// Must change with every change of these messages, of their order, or of other bytes that ranks exchange.
-pub const PROTOCOL: u32 = 15;
+pub const PROTOCOL: u32 = 16;
 
 /// Random and new for every attempt. Distinguishes the keys of live processes from those of earlier attempts.
 pub type Nonce = [u8; 16];

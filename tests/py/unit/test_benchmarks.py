@@ -36,6 +36,7 @@ from measure.stats import (  # noqa: E402
     BUS_FACTORS,
     algbw,
     busbw,
+    by_pairs,
     format_bandwidth,
     format_ratio,
     format_time,
@@ -61,6 +62,11 @@ def test_percentile_is_linear_between_neighbours() -> None:
 def test_percentile_refuses_what_has_no_answer(values: list[float], share: float) -> None:
     with pytest.raises(ValueError, match=r"percentile of no values|between 0 and 1"):
         percentile(values, share)
+
+
+def test_ranks_that_wait_in_turn_wait_half_of_the_time() -> None:
+    one, other = [2.0, 0.0, 2.0, 0.0, 7.0], [0.0, 2.0, 0.0, 2.0, 7.0]
+    assert slowest_rank([by_pairs(one), by_pairs(other)]) == [1.0, 1.0]
 
 
 def test_an_operation_lasts_as_long_as_its_slowest_rank() -> None:

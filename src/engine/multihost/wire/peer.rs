@@ -1,8 +1,8 @@
 //! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
-//! the short messages. A receiver asks for each body with a Want. A lane's body of at most `AHEAD` bytes is sent before
-//! its Want has come, so that it takes one latency instead of two. Such bodies may have at most `WINDOW` bytes in
-//! total; all other bodies wait for their Want. So a rank that runs ahead of its peer can fill that window, but nothing
-//! waits for room in the window.
+//! the short messages. A receiver asks for each body with a Want. A lane's body is sent before its Want has come, so
+//! that it takes one latency instead of two, as long as such bodies have at most `WINDOW` bytes in total; all other
+//! bodies wait for their Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for room
+//! in the window.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -17,8 +17,6 @@ use super::transfer::End;
 
 /// Longest message of a lane that is sent without a Want from the receiver.
 pub const SHORT: usize = 16 << 10;
-/// Longest body of a lane that is sent before the receiver has asked for it.
-pub const AHEAD: usize = 256 << 10;
 /// At most this many bytes of short messages, headers included, may be in flight to one peer, and at most as many bytes
 /// of bodies for which the peer has not asked yet.
 const WINDOW: usize = 1 << 20;
@@ -259,7 +257,7 @@ impl Peer {
             return Some((bytes, send));
         }
         let is_next = !self.unwanted.contains_key(&number);
-        if may_go_ahead && is_next && send.bytes <= AHEAD && self.ahead + send.bytes <= WINDOW {
+        if may_go_ahead && is_next && self.ahead + send.bytes <= WINDOW {
             self.ahead += send.bytes;
             *self.sent_ahead.entry(number).or_default() += 1;
             return Some((send.bytes as u64, send));
@@ -276,7 +274,7 @@ impl Peer {
     /// Whether a body that has no posted receive is kept for a later one. A longer body, or more of them, can only belong
     /// to receives that were given up.
     pub fn keeps(&self, bytes: usize) -> bool {
-        bytes <= AHEAD && self.kept + bytes <= WINDOW
+        self.kept + bytes <= WINDOW
     }
 
     /// Keeps a body that has no posted receive.
@@ -304,6 +302,8 @@ impl Peer {
 mod tests {
     use super::*;
 
+    const QUARTER: usize = WINDOW / 4;
+
     fn peer() -> Peer {
         Peer::new(ProcessId::default())
     }
@@ -315,16 +315,16 @@ mod tests {
     #[test]
     fn bodies_go_ahead_while_they_fit_into_the_window() {
         let mut peer = peer();
-        let began = (0..6).map(|_| peer.offer(7, body(AHEAD), true).is_some()).collect::<Vec<_>>();
+        let began = (0..6).map(|_| peer.offer(7, body(QUARTER), true).is_some()).collect::<Vec<_>>();
         assert_eq!(began, [true, true, true, true, false, false]);
         assert!(peer.offer(8, body(1), true).is_none(), "the window is full for every number");
-        assert!(peer.offer(9, body(AHEAD), false).is_none());
+        assert!(peer.offer(9, body(QUARTER), false).is_none());
         // Each Want counts for the oldest body of its number. The first four were sent.
-        assert!((0..4).all(|_| peer.asks(7, AHEAD as u64).is_none()));
+        assert!((0..4).all(|_| peer.asks(7, QUARTER as u64).is_none()));
         assert!(peer.offer(7, body(1), true).is_none(), "two earlier bodies of this number wait for their Want");
         assert!(peer.offer(8, body(1), true).is_none(), "an earlier one waits");
-        assert!((0..3).all(|_| peer.asks(7, AHEAD as u64).is_some()));
-        assert!(peer.offer(7, body(AHEAD), true).is_some(), "the window is empty again");
+        assert!((0..3).all(|_| peer.asks(7, QUARTER as u64).is_some()));
+        assert!(peer.offer(7, body(QUARTER), true).is_some(), "the window is empty again");
     }
 
     #[test]
@@ -332,19 +332,19 @@ mod tests {
         let mut peer = peer();
         for _ in 0..100 {
             assert!(peer.asks(7, 5).is_none());
-            assert_eq!(peer.offer(7, body(AHEAD), true).map(|(bytes, _)| bytes), Some(5), "what the peer asked for");
+            assert_eq!(peer.offer(7, body(QUARTER), true).map(|(bytes, _)| bytes), Some(5), "what the peer asked for");
         }
-        assert!(peer.offer(7, body(AHEAD + 1), true).is_none(), "a longer body waits");
+        assert!(peer.offer(7, body(WINDOW + 1), true).is_none(), "a longer body waits");
         assert_eq!((peer.ahead, peer.sent_ahead.len()), (0, 0));
     }
 
     #[test]
     fn no_more_is_kept_than_a_peer_may_send_ahead() {
         let mut peer = peer();
-        assert!(!peer.keeps(AHEAD + 1));
-        (0..4).for_each(|at| peer.keep_body(at % 2, vec![at as u8; AHEAD]));
+        assert!(!peer.keeps(WINDOW + 1));
+        (0..4).for_each(|at| peer.keep_body(at % 2, vec![at as u8; QUARTER]));
         assert!(!peer.keeps(1));
         assert_eq!(peer.take_body(1).map(|body| body[0]), Some(1));
-        assert!(peer.keeps(AHEAD) && peer.take_body(1).map(|body| body[0]) == Some(3) && peer.take_body(1).is_none());
+        assert!(peer.keeps(QUARTER) && peer.take_body(1).map(|body| body[0]) == Some(3) && peer.take_body(1).is_none());
     }
 }
