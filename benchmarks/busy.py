@@ -3,8 +3,8 @@
 
 For each number of computing processes the ranks are started several times, because the cores on which the kernel first
 places them affect a whole start. Within a start the backends' groups take turns, each rank writes its tensor before
-each call, and a sample is the time of the slowest rank's call. A cell is gloo's time divided by ours: in the median
-start, and in the worst one.
+each call, and a sample is the time per call of two consecutive calls on the slowest rank. A cell is gloo's time divided
+by ours: in the median start, and in the worst one.
 """
 
 from __future__ import annotations

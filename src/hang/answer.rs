@@ -50,6 +50,7 @@ impl Watch {
     fn status_while(&self, question: u32, mut waits: Option<Waits>) -> Status {
         let Progress { issued, last, launched, launched_last, signed, idle } =
             self.subject().map_or_else(Progress::default, |subject| subject.progress());
+        // Ranks with shared memory read signatures there, and see by themselves which processes are stopped.
         let is_detailed = self.store().is_some();
         let signed = if is_detailed { signed } else { Vec::new() };
         let others = self.who.processes.iter().filter(|(rank, _)| is_detailed && **rank != self.who.rank);

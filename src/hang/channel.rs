@@ -48,8 +48,8 @@ pub trait MemoryChannel {
 }
 
 /// A channel through a store. While one rank waits, all ranks are asked, and `Participant::receive` gets the answers. A
-/// rank also publishes in the store why its group failed. Only `look` and `leave` wait for the store; a thread for each
-/// connection (`store_threads`) calls them.
+/// rank also publishes in the store why its group failed. `look` and `leave` wait for the store, and for nothing else; a
+/// thread for each connection (`store_threads`) calls them. The other functions never wait.
 pub trait StoreAccess {
     /// Number of the connection to the store.
     fn connection(&self) -> usize;

@@ -1,5 +1,6 @@
 //! The signature of an operation: the values on which all ranks must agree, packed into 64 bits that can be decoded for
-//! error texts. Only this file knows which bits hold what: kind (5 bits), reduce op (4), dtype (6), root (9), bytes (40).
+//! error texts: kind (5 bits), reduce op (4), dtype (6), root (9), bytes (40). No other file of the product knows which
+//! bits hold what.
 //!
 //! If an operation only moves data, bytes are signed but not the dtype. If blocks have different sizes, their sum is
 //! signed. For an all_to_all no bytes are signed, because no rank knows all sizes (the tables of block sizes are
@@ -33,13 +34,13 @@ pub fn of_call(kind: Kind, (dtype, op): (Dtype, ReduceOp), root: u32, (read, wri
         Kind::AllToAll | Kind::Barrier => 0,
     };
     let (dtype, op) = if kind.reduces() { (dtype as u64, u64::from(op.code())) } else { (0, 0) };
-    let root = if kind.rooted() { u64::from(root) & field(u64::MAX, ROOT, DTYPE) } else { 0 };
+    let root = if kind.rooted() { field(u64::from(root), 0, DTYPE - ROOT) } else { 0 };
     (kind as u64) << KIND | op << OP | dtype << DTYPE | root << ROOT | (bytes & BYTES)
 }
 
-/// The bits from `low` up to `high`.
-fn field(signature: u64, low: u32, high: u32) -> u64 {
-    signature >> low & ((1 << (high - low)) - 1)
+/// The bits of a word from `low` up to `high`.
+fn field(word: u64, low: u32, high: u32) -> u64 {
+    word >> low & ((1 << (high - low)) - 1)
 }
 
 /// The number of the signature's kind, which fits into 5 bits.
@@ -100,7 +101,7 @@ mod tests {
     fn every_field_has_bits_of_its_own() {
         for kind in (0..=u8::MAX).filter_map(Kind::from_u8) {
             for dtype in (0..=u8::MAX).filter_map(Dtype::from_u8) {
-                let op = ReduceOp::Max;
+                let op = ReduceOp::PremulSum(2.0);
                 let signature = of_call(kind, (dtype, op), 511, LARGEST);
                 assert_eq!(super::kind(signature), Some(kind));
                 assert_eq!(reduce_code(signature), if kind.reduces() { op.code() } else { 0 });

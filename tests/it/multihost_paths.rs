@@ -75,7 +75,7 @@ fn reset(address: &str) {
 /// Sends messages of all sizes between both ranks, in both directions.
 fn talk(me: usize, link: &WireLink, turns: std::ops::Range<usize>) {
     for turn in turns {
-        let bytes = [8, 3_000_001, 16 << 10, 100_000, 1, 8 << 20][turn % 6];
+        let bytes = [8, 3_000_001, 16 << 10, 100_000, 1, 8 << 20, 700_001][turn % 7];
         let sends: Vec<Box<dyn Transfer>> =
             (0..2).map(|tag| link.send(1 - me, tag, data(bytes, turn * 2 + me), bytes).unwrap()).collect();
         for tag in 0..2 {

@@ -74,7 +74,7 @@ fn data(bytes: usize, words: [usize; 4]) -> Vec<u8> {
 }
 
 fn size(turn: usize) -> usize {
-    [0, 1, 8, 100, 16 << 10, (16 << 10) + 1, 65_000, 256 << 10, (256 << 10) + 1, 1 << 20, 3_000_001][turn % 11]
+    [0, 1, 8, 100, 16 << 10, (16 << 10) + 1, 65_000, 256 << 10, 700_001, 1 << 20, (1 << 20) + 1, 3_000_001][turn % 12]
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn messages_of_each_tag_arrive_in_order_whatever_their_size() {
 #[test]
 fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
     for over in carriers() {
-        for (bytes, count) in [(200, 20_000), (100_000, 60), (300_000, 10)] {
+        for (bytes, count) in [(200, 20_000), (100_000, 60), (300_000, 10), (1_200_000, 4)] {
             println!("{over:?}, {bytes} bytes");
             let (wires, store) = (wires_over(&over, 2), Memory::default());
             let begin = AtomicBool::new(false);
@@ -148,25 +148,27 @@ fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
 /// may still be on the way.
 #[test]
 fn a_sender_knows_when_what_it_sent_ahead_was_taken() {
-    let (wires, store) = (wires_over(&Over::Tcp, 2), Memory::default());
-    let begin = AtomicBool::new(false);
-    as_ranks(&wires, &store, 1, |me, link| {
-        let message = data(100_000, [0, 0, 0, 0]);
-        if me == 0 {
-            assert!(link.await_taken(1, Duration::ZERO), "nothing was sent");
-            let sent = link.send(1, 0, message, 100_000).unwrap();
-            sent.wait(PATIENT).unwrap(); // the system has accepted it
-            assert!(!link.await_taken(1, Duration::from_millis(100)), "nobody receives yet");
-            begin.store(true, Ordering::Relaxed);
-            assert!(link.await_taken(1, PATIENT));
-        } else {
-            while !begin.load(Ordering::Relaxed) {
-                std::thread::sleep(Duration::from_millis(1));
+    for bytes in [100_000, 1_000_000] {
+        let (wires, store) = (wires_over(&Over::Tcp, 2), Memory::default());
+        let begin = AtomicBool::new(false);
+        as_ranks(&wires, &store, 1, |me, link| {
+            let message = data(bytes, [0, 0, 0, 0]);
+            if me == 0 {
+                assert!(link.await_taken(1, Duration::ZERO), "nothing was sent");
+                let sent = link.send(1, 0, message, bytes).unwrap();
+                sent.wait(PATIENT).unwrap(); // the system has accepted it
+                assert!(!link.await_taken(1, Duration::from_millis(100)), "nobody receives yet");
+                begin.store(true, Ordering::Relaxed);
+                assert!(link.await_taken(1, PATIENT));
+            } else {
+                while !begin.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                let came = link.receive(0, 0, vec![0; bytes], bytes).unwrap().wait(PATIENT).unwrap();
+                assert!(came == message);
             }
-            let came = link.receive(0, 0, vec![0; 100_000], 100_000).unwrap().wait(PATIENT).unwrap();
-            assert!(came == message);
-        }
-    });
+        });
+    }
 }
 
 /// A mailbox that passes everything on to a channel.
@@ -433,9 +435,9 @@ fn memory_of_a_lanes_transfer_is_not_used_after_it_was_dropped() {
     for over in carriers() {
         println!("{over:?}");
         let (wires, store) = (wires_over(&over, 2), Memory::default());
-        for round in 0..48u64 {
-            // The shorter body is sent before it is asked for.
-            let bytes = if round < 24 { 8 << 20 } else { 200_000 };
+        for round in 0..72u64 {
+            // The shorter bodies are sent before they are asked for.
+            let bytes = [8 << 20, 200_000, 1_000_000][round as usize / 24];
             let (drops_first, late) = (round % 2 == 0, Duration::from_micros(300 * (round % 24 / 2)));
             as_ranks(&wires, &store, 1 + round as u8, |me, link| {
                 let (mut memory, number) = (vec![me as u8 + 1; bytes], 7);

@@ -101,6 +101,7 @@ impl Opened {
             waiting,
             told: Mutex::default(),
             contacted: Mutex::new(contacted),
+            not_taken: Mutex::default(),
             home: OnceCell::new(),
             ledger,
         };

@@ -38,6 +38,8 @@ pub struct FrameHeader {
     /// The sender's factor of PREMUL_SUM. In other operations a word of `results` (0 if there is none), or the bits of
     /// 1.0 if results are not compared.
     pub factor: u64,
+    /// The sender's last operation before the batch. Not sent: only for this rank's error texts.
+    pub before: Step,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -52,8 +54,8 @@ pub enum Word {
 }
 
 /// Identifies the first operation of a batch by its signature and number.
-#[derive(Clone, Copy, Default)]
-pub struct Step(u64, u64);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Step(pub u64, pub u64);
 
 impl Step {
     /// Describes what a rank in this operation does, for error texts.
@@ -69,7 +71,7 @@ impl FrameHeader {
     pub const BYTES: usize = 48;
 
     pub fn write(&self) -> [u8; FrameHeader::BYTES] {
-        let FrameHeader { signature, lists, chain, number, issued, factor } = *self;
+        let FrameHeader { signature, lists, chain, number, issued, factor, before: _ } = *self;
         let mut out = [0; FrameHeader::BYTES];
         for (at, word) in out.chunks_exact_mut(8).zip([signature, chain, number, issued, factor, lists]) {
             at.copy_from_slice(&word.to_le_bytes());
@@ -80,7 +82,7 @@ impl FrameHeader {
     pub fn read(bytes: &[u8; FrameHeader::BYTES]) -> FrameHeader {
         let word = |at: usize| u64::from_le_bytes(bytes[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
         let [signature, chain, number, issued, factor, lists] = std::array::from_fn(word);
-        FrameHeader { signature, lists, chain, number, issued, factor }
+        FrameHeader { signature, lists, chain, number, issued, factor, before: Step::default() }
     }
 
     pub fn step(&self) -> Step {
@@ -105,7 +107,13 @@ impl FrameHeader {
         );
         let what =
             "its list of sizes, an operation before it, one that travels with it, or the options of the group differ";
-        Error::mismatch(laid_out(&head, &[what.to_string(), came, MOVED.to_string()], SAME_CALLS))
+        let before = match self.before {
+            Step(0, _) => String::new(),
+            Step(signature, number) => {
+                format!("before it rank {me} called {} number {number}", signature::describe(signature))
+            }
+        };
+        Error::mismatch(laid_out(&head, &[what.to_string(), came, before, MOVED.to_string()], SAME_CALLS))
     }
 
     /// Returns the error if two ranks passed different lists of tensors to the first operation of the batch. None if

@@ -58,6 +58,8 @@ pub(super) struct Lanes {
     /// Ranks of other hosts to which a fault is sent: from the start the ranks that have this rank's local rank, and
     /// later also the ranks with which the lanes have exchanged messages.
     pub contacted: Mutex<HashSet<usize>>,
+    /// Ranks that had not received all data of this rank's last calls when a lane left.
+    pub not_taken: Mutex<HashSet<usize>>,
     /// Set when the engine is created, before the engine is used.
     pub home: OnceCell<Home>,
     /// Compares results. None if the group does not ask for it.
@@ -143,7 +145,7 @@ impl Lanes {
     /// Marks a batch as started, waits for its memory, and makes its header.
     fn begin(&self, lane: usize, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
         let ops: Vec<Arc<Op>> = (batch.first..=batch.last).map(|number| state.acquire(lane, number)).collect();
-        let chain = state.extend_chain(&ops, batch.segment);
+        let (chain, before) = state.extend_chain(&ops, batch.segment);
         self.turn.notify_all(); // it may be the other lane's turn
         let state = self.wait_for_memory(state, &batch);
         let factor = match ops[0].request.op {
@@ -157,6 +159,7 @@ impl Lanes {
             number: batch.first,
             issued: state.promised.max(batch.last),
             factor,
+            before,
         };
         drop(state);
         self.settle(); // a send that continues from a copy may unblock others
@@ -199,7 +202,11 @@ impl Lanes {
         let orderly = self.lock().fault.is_none();
         if orderly {
             let left = contained(|| {
-                transport.bye(DELIVERY, FAREWELL);
+                let peers = transport.bye(DELIVERY, FAREWELL);
+                let mut known = self.not_taken.lock().unwrap_or_else(PoisonError::into_inner);
+                for peer in peers.into_iter().filter(|peer| known.insert(*peer)) {
+                    log::warn!("{}", transport.names.not_taken(peer, DELIVERY));
+                }
                 Ok(())
             });
             left.unwrap_or_else(|error| log::error!("{error}"));

@@ -1,6 +1,8 @@
 //! Names the ranks of a group over several hosts for error texts, and makes the errors for ranks that left or were
 //! lost.
 
+use std::time::Duration;
+
 use crate::error::{Error, GO_ON, LEFT, laid_out};
 
 #[derive(Debug, Default)]
@@ -20,6 +22,18 @@ impl Names {
         let process = self.processes.get(rank).filter(|process| !process.is_empty());
         let process = process.map_or_else(String::new, |process| format!(" ({process})"));
         format!("rank {rank}{process} of group '{}'", self.group)
+    }
+
+    /// The text for a peer that has not received what this rank sent it, although this rank has waited for `waited`
+    /// before it leaves.
+    pub fn not_taken(&self, peer: usize, waited: Duration) -> String {
+        format!(
+            "rank {} leaves group '{}' although rank {peer} has not received the data of its last calls for {} s; perhaps the \
+             two ranks called different operations",
+            self.me,
+            self.group,
+            waited.as_secs()
+        )
     }
 
     fn error(&self, peer: usize, how: &str, during: &str, lines: &[String]) -> Error {

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::frames::Step;
 use super::messages::Messages;
 use super::talk::Talk;
 use crate::engine::Ended;
@@ -49,6 +50,9 @@ pub(super) struct State {
     pub promised: u64,
     /// Hash of all batches so far, with the group's options.
     pub chain: u64,
+    /// The last operation in `chain`, and the operation before it.
+    last: Step,
+    before: Step,
     pub fault: Option<Error>,
     pub stopping: bool,
     /// Number of lanes that wait until earlier operations have released the memory of their batch.
@@ -74,6 +78,8 @@ impl State {
             issued: 0,
             promised: 0,
             chain,
+            last: Step::default(),
+            before: Step::default(),
             fault: None,
             stopping: false,
             memory_awaited: 0,
@@ -194,12 +200,16 @@ impl State {
         entry
     }
 
-    /// Adds a batch, or one segment of a large operation, to the hash of all batches, and returns that hash.
-    pub fn extend_chain(&mut self, ops: &[Arc<Op>], segment: usize) -> u64 {
+    /// Adds a batch, or one segment of a large operation, to the hash of all batches. Returns that hash, and the last
+    /// operation before these.
+    pub fn extend_chain(&mut self, ops: &[Arc<Op>], segment: usize) -> (u64, Step) {
         let mix = |chain: u64, value: u64| (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
         let signed = ops.iter().fold(self.chain, |chain, op| mix(mix(chain, op.signature), op.lists));
         self.chain = mix(signed, (ops.len() * 1_000_000 + segment) as u64);
-        self.chain
+        if let Some(last) = ops.last().map(|op| Step(op.signature, op.number)).filter(|last| *last != self.last) {
+            self.before = std::mem::replace(&mut self.last, last);
+        }
+        (self.chain, self.before)
     }
 
     /// Records that a lane has run one segment of these operations. Returns the operations for which this was the last

@@ -63,7 +63,7 @@ pub struct Exchange<'a> {
 /// The messages of one lane of a group. They never match those of the other lane.
 pub struct Transport {
     link: Arc<dyn Link>,
-    names: Arc<Names>,
+    pub names: Arc<Names>,
     /// The first operation of the current batch, for error texts.
     at: Step,
     lane: u32,
@@ -466,13 +466,22 @@ impl Transport {
 
     /// Leaves in order. First waits for at most `delivery` until all sends have completed, because a peer may reach the
     /// operation later than this rank. Then exchanges goodbyes with every peer, within `farewell`, because closing a
-    /// connection may lose messages in flight. Peers that are gone are skipped.
-    pub fn bye(&mut self, delivery: Duration, farewell: Duration) {
+    /// connection may lose messages in flight. Peers that are gone are skipped. Returns the peers that have not received
+    /// everything.
+    pub fn bye(&mut self, delivery: Duration, farewell: Duration) -> Vec<usize> {
         let after = |time: Duration| clock::now().saturating_add(time.as_nanos() as u64);
         let peers = self.peers();
         let deadline = after(delivery);
         let left = || Duration::from_nanos(deadline.saturating_sub(clock::now()));
-        let is_reached = |peer: &usize| self.settle(*peer, 0, deadline).is_ok() && self.link.await_taken(*peer, left());
+        let mut not_taken = Vec::new();
+        let is_reached = |peer: &usize| {
+            let is_sent = self.settle(*peer, 0, deadline).is_ok();
+            let is_taken = is_sent && self.link.await_taken(*peer, left());
+            if is_sent && !is_taken {
+                not_taken.push(*peer);
+            }
+            is_taken
+        };
         let reached: Vec<usize> = peers.into_iter().filter(is_reached).collect();
         let deadline = after(farewell);
         for peer in &reached {
@@ -489,6 +498,7 @@ impl Transport {
                 }
             }
         }
+        not_taken
     }
 
     /// Returns the ranks with which this lane has exchanged messages.

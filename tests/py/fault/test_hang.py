@@ -269,6 +269,38 @@ def test_ranks_that_wait_for_each_others_data_over_hosts_get_both_calls_at_once(
         assert "rank 1 called broadcast(80000 bytes, root 0)" in text, text
 
 
+def two_roots(ctx: Context, names: list[str], count: int) -> str:
+    """Each rank calls a broadcast as its root, and then a barrier."""
+    begin(ctx, names)
+    dist.barrier()
+
+    def calls() -> None:
+        dist.broadcast(torch.ones(count), ctx.rank)
+        dist.barrier()
+
+    text = told(calls)[2]
+    assert text
+    ctx.tell("done")
+    ctx.listen()
+    return text
+
+
+@pytest.mark.parametrize("count", [2, 20_000, 200_000, 400_000])
+def test_two_roots_of_a_broadcast_over_hosts_learn_it_by_their_next_call(count: int, hosts: list[str]) -> None:
+    """A root that does not wait for its receivers may learn of the other root only in its next call."""
+    with launch(two_roots, 2, hosts, count, env=ENV) as job:
+        start(job)
+        for rank in range(2):
+            job.hear(rank)
+        for rank in range(2):
+            job.say(rank, "go")
+        texts = [job.wait_rank(rank, 20).value for rank in range(2)]
+    calls = [f"rank {rank} called broadcast({count * 4} bytes, root {rank})" for rank in range(2)]
+    for text in texts:
+        assert "different operations" in text or "agree about barrier() number 4" in text, text
+        assert any(call in text for call in calls), text
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 for the next rank in another group, and so on round to rank 0."""

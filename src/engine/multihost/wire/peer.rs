@@ -1,8 +1,7 @@
 //! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
-//! the short messages. A receiver asks for each body with a Want. A lane's body is sent before its Want has come, so
-//! that it takes one latency instead of two, as long as such bodies have at most `WINDOW` bytes in total; all other
-//! bodies wait for their Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for room
-//! in the window.
+//! the short messages. A receiver asks for each body with a Want. A lane's body is sent before its Want has come, which
+//! saves a latency, as long as the bodies sent so have at most `WINDOW` bytes together. Every other body waits for its
+//! Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for room in the window.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -271,8 +270,8 @@ impl Peer {
         self.sent_ahead.is_empty()
     }
 
-    /// Whether a body that has no posted receive is kept for a later one. A longer body, or more of them, can only belong
-    /// to receives that were given up.
+    /// Whether a body that has no posted receive is kept for a later one. What exceeds the window can only belong to
+    /// receives that were given up.
     pub fn keeps(&self, bytes: usize) -> bool {
         self.kept + bytes <= WINDOW
     }
@@ -324,7 +323,7 @@ mod tests {
         assert!(peer.offer(7, body(1), true).is_none(), "two earlier bodies of this number wait for their Want");
         assert!(peer.offer(8, body(1), true).is_none(), "an earlier one waits");
         assert!((0..3).all(|_| peer.asks(7, QUARTER as u64).is_some()));
-        assert!(peer.offer(7, body(QUARTER), true).is_some(), "the window is empty again");
+        assert!(peer.offer(7, body(WINDOW), true).is_some(), "the window is empty again");
     }
 
     #[test]
@@ -334,14 +333,14 @@ mod tests {
             assert!(peer.asks(7, 5).is_none());
             assert_eq!(peer.offer(7, body(QUARTER), true).map(|(bytes, _)| bytes), Some(5), "what the peer asked for");
         }
-        assert!(peer.offer(7, body(WINDOW + 1), true).is_none(), "a longer body waits");
+        assert!(peer.offer(8, body(WINDOW + 1), true).is_none(), "a longer body waits");
         assert_eq!((peer.ahead, peer.sent_ahead.len()), (0, 0));
     }
 
     #[test]
     fn no_more_is_kept_than_a_peer_may_send_ahead() {
         let mut peer = peer();
-        assert!(!peer.keeps(WINDOW + 1));
+        assert!(peer.keeps(WINDOW) && !peer.keeps(WINDOW + 1));
         (0..4).for_each(|at| peer.keep_body(at % 2, vec![at as u8; QUARTER]));
         assert!(!peer.keeps(1));
         assert_eq!(peer.take_body(1).map(|body| body[0]), Some(1));
