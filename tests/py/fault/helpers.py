@@ -62,6 +62,15 @@ def alive(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
+def has_stopped(pid: int) -> bool:
+    """Returns whether SIGSTOP has reached all threads of a process. A thread that runs may continue for some time."""
+    try:
+        states = [path.read_text().rsplit(")", 1)[1].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False  # a thread has ended just now
+    return all(state in ("T", "t") for state in states)
+
+
 def until(condition: Callable[[], bool], timeout: float, what: str) -> None:
     """Waits until the condition is true; fails after `timeout` seconds, or more on a busy machine."""
     limit = patience(timeout)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Context, Job, beyond_gloo, expect_raises, launch, monitored_barrier
-from helpers import nothing_left
+from helpers import has_stopped, nothing_left, until
 from limits import patience
 from net import INTERFACE, Network, Unavailable, enter, run
 
@@ -557,6 +557,12 @@ def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
     dist.destroy_process_group()
 
 
+def stop(job: Job, rank: int) -> None:
+    """Stops a rank, and waits until no thread of it runs."""
+    job.signal(rank, signal.SIGSTOP)
+    until(lambda: has_stopped(job.ranks[rank].pid), 10, f"the stop of rank {rank}")
+
+
 def is_locked(path: Path) -> bool:
     """Returns whether a process holds the lock of this file and does not release it."""
     with path.open("rb+") as file:
@@ -587,11 +593,11 @@ def test_the_dead_are_told_from_the_stopped_whatever_the_addresses(
                 assert job.hear(rank) == "ready"
             # A rank that is stopped in the middle of a request keeps the file's lock, so no other rank gets it. A rank
             # that is killed while it writes leaves half an entry, and torch's FileStore waits for ever for the rest.
-            job.signal(1, signal.SIGSTOP)
+            stop(job, 1)
             while is_locked(job.tmp / "store"):
                 job.signal(1, signal.SIGCONT)
                 time.sleep(0.05)
-                job.signal(1, signal.SIGSTOP)
+                stop(job, 1)
             job.signal(1, number)
             job.say(0, "go")
             end_well(job, [0])
