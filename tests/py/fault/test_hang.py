@@ -108,6 +108,16 @@ def start(job: Job) -> None:
         job.say(each.rank, "go")
 
 
+def failures(job: Job, ranks: int) -> list[str]:
+    """Starts the ranks, waits until the call of each has failed, and returns their texts."""
+    start(job)
+    for rank in range(ranks):
+        job.hear(rank)
+    for rank in range(ranks):
+        job.say(rank, "go")
+    return [job.wait_rank(rank, 20).value for rank in range(ranks)]
+
+
 def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str]:
     """Returns the error texts of these ranks. Checks that each came at the deadline."""
     for rank in ranks:
@@ -257,12 +267,7 @@ def test_ranks_that_wait_for_each_others_data_over_hosts_get_both_calls_at_once(
     """No data is exchanged, so nothing but a rank's Question shows that the calls differ. The Question comes long
     before the deadline; an error at the deadline would name the deadline."""
     with launch(other_roots, 2, hosts, env=ENV) as job:
-        start(job)
-        for rank in range(2):
-            job.hear(rank)
-        for rank in range(2):
-            job.say(rank, "go")
-        texts = [job.wait_rank(rank, 20).value for rank in range(2)]
+        texts = failures(job, 2)
     for text in texts:
         assert "ranks called different operations as number 2 of their group" in text, text
         assert "rank 0 called broadcast(80000 bytes, root 1)" in text, text
@@ -289,12 +294,7 @@ def two_roots(ctx: Context, names: list[str], count: int) -> str:
 def test_two_roots_of_a_broadcast_over_hosts_learn_it_by_their_next_call(count: int, hosts: list[str]) -> None:
     """A root that does not wait for its receivers may learn of the other root only in its next call."""
     with launch(two_roots, 2, hosts, count, env=ENV) as job:
-        start(job)
-        for rank in range(2):
-            job.hear(rank)
-        for rank in range(2):
-            job.say(rank, "go")
-        texts = [job.wait_rank(rank, 20).value for rank in range(2)]
+        texts = failures(job, 2)
     calls = [f"rank {rank} called broadcast({count * 4} bytes, root {rank})" for rank in range(2)]
     for text in texts:
         assert "different operations" in text or "agree about barrier() number 4" in text, text
@@ -305,12 +305,7 @@ def test_two_roots_of_a_broadcast_over_hosts_learn_it_by_their_next_call(count: 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 for the next rank in another group, and so on round to rank 0."""
     with launch(mismatched_groups, ranks) as job:
-        start(job)
-        for rank in range(ranks):
-            job.hear(rank)
-        for rank in range(ranks):
-            job.say(rank, "go")
-        texts = [job.wait_rank(rank, 20).value for rank in range(ranks)]
+        texts = failures(job, ranks)
     circles = [re.search(r"(?m)^  deadlock.*?: (.*)$", text) for text in texts]
     assert any(circles), texts
     for circle in filter(None, circles):
