@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from textwrap import fill
 
@@ -25,17 +24,18 @@ import torch
 import torch.distributed as dist
 
 
-def load_batch(is_ready: Callable[[], bool]) -> None:
-    """A data loader that hangs."""
-    while not is_ready():
+def load_batch(store: dist.Store, keys: list[str]) -> None:
+    """A data loader that hangs until all keys are in the store. It calls no other Python code, so every look at this
+    rank finds it in this function."""
+    while not store.check(keys):
         time.sleep(0.3)
 
 
-def train_step(kind: str, is_ready: Callable[[], bool]) -> None:
+def train_step(kind: str, store: dist.Store, answers: list[str]) -> None:
     """One step: the ranks sum a gradient, then rank 0 broadcasts. `kind` says what makes this rank late."""
     gradient, decision = torch.ones(1024), torch.ones(1)
     if kind == "python":
-        load_batch(is_ready)
+        load_batch(store, answers)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind != "skip":
@@ -55,12 +55,12 @@ def hang(backend: str, kind: str, timeout: float, store: dist.Store, rank: int, 
     answers = [f"told/{each}" for each in range(late)]
     meet(store, "imported", rank, ranks)  # starting Python and torch takes longer than the timeout
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
-    train_step("", lambda: True)
+    train_step("", store, answers)
     store.set(f"pid/{rank}", str(os.getpid()))
     meet(store, "first step", rank, ranks)
     began, text = time.monotonic(), "nothing: the call returned"
     try:
-        train_step(kind if rank == late else "", lambda: store.check(answers))
+        train_step(kind if rank == late else "", store, answers)
     except RuntimeError as error:
         text = str(error)
     store.set(f"told/{rank}", f"rank {rank}, after {time.monotonic() - began:.1f} s:\n{text}")
