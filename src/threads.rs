@@ -1,9 +1,12 @@
-//! Splits copies and reductions of a waiting thread among torch's intra-op threads (`host::Host::parallel`).
+//! Splits copies and reductions of one thread among several (`host::Host::parallel`).
 //!
-//! A thread that waits for an operation *lends* these threads to itself for the time of the wait (`lend`). The code
-//! that copies and combines calls `split`, which runs one part of the range on each thread. If nothing was lent to a
-//! thread, it does the whole range itself. This holds for the progress thread, which drives operations while the
-//! program computes on the intra-op threads, and for the lanes of groups over several hosts.
+//! A thread that waits for an operation *lends* torch's intra-op threads to itself for the time of the wait (`lend`). The
+//! code that copies and combines calls `split`, which runs one part of the range on each thread. If nothing was lent to
+//! a thread, it does the whole range itself, as the lanes of groups over several hosts do.
+//!
+//! The progress thread drives operations while the program computes on the intra-op threads. It has helpers only if the
+//! rank has more cores than torch has threads (`Helpers::beside_the_program`). OpenMP gives each thread that starts a
+//! region its own team, so these helpers are not the threads on which the program computes.
 //!
 //! A parallel region ends when its last thread has arrived. If another process runs on that thread's core, this takes
 //! until the scheduler's next tick: a copy that needs microseconds then takes milliseconds. So if a thread had to wait
@@ -16,6 +19,7 @@
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::host::Host;
@@ -27,17 +31,49 @@ pub const LEAST_BYTES: usize = 64 << 10;
 /// Ranges are cut at multiples of a cache line, which is a multiple of every element size.
 const LINE: usize = 64;
 
-/// The threads that a waiting thread of a group may use.
+/// The threads that one thread of a group may use.
 #[derive(Clone)]
 pub struct Helpers {
-    pub host: Arc<dyn Host>,
-    /// The largest number of threads, including the waiting one.
-    pub threads: usize,
+    host: Arc<dyn Host>,
+    /// The largest number of threads, including the thread that they help.
+    threads: usize,
+    /// Number of cores of this rank.
+    cores: usize,
+    /// Number of torch's threads in the thread of the program that last issued an operation or waited. Such threads
+    /// write it, the progress thread reads it. Relaxed, because it guards no other data.
+    computing: Arc<AtomicUsize>,
+    /// Whether the program may compute meanwhile.
+    is_beside: bool,
 }
 
 impl Helpers {
-    fn count(&self) -> usize {
-        self.threads.min(self.host.threads())
+    /// `threads` is the result of `agreed`, `cores` that of `own_cores`.
+    pub fn new(host: Arc<dyn Host>, threads: usize, cores: usize) -> Helpers {
+        let computing = Arc::new(AtomicUsize::new(host.threads()));
+        Helpers { host, threads, cores, computing, is_beside: false }
+    }
+
+    /// Returns the threads for the progress thread: as many as the rank has cores that torch's threads leave free.
+    pub fn beside_the_program(&self) -> Helpers {
+        Helpers { is_beside: true, ..self.clone() }
+    }
+
+    /// The largest number of threads for a waiting thread, unless torch has fewer.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Called by a thread of the program when it issues an operation.
+    pub fn note_issue(&self) {
+        self.computing.store(self.host.threads(), Ordering::Relaxed);
+    }
+
+    /// The largest number of threads, including the thread that they help. 1 if they would not help.
+    pub fn count(&self) -> usize {
+        let most = self.threads.min(self.host.threads());
+        let free =
+            if self.is_beside { self.cores.saturating_sub(self.computing.load(Ordering::Relaxed)) } else { most };
+        most.min(free).max(1)
     }
 }
 
@@ -86,6 +122,9 @@ pub struct Lending(Option<Helpers>);
 
 /// Lends `helpers` to the calling thread.
 pub fn lend(helpers: Helpers) -> Lending {
+    if !helpers.is_beside {
+        helpers.note_issue();
+    }
     Lending(LENT.replace(Some(helpers)))
 }
 
@@ -180,6 +219,12 @@ pub fn agreed(wishes: &[Wish], cores: usize) -> usize {
     each.min().unwrap_or(1).max(1)
 }
 
+/// Returns the number of cores of each of `ranks` ranks that may together use `cpus` CPUs, of which `per_core` share a
+/// core. Two threads that copy on one core are not faster than one.
+pub fn own_cores(cpus: usize, per_core: usize, ranks: usize) -> usize {
+    cpus / per_core.max(1) / ranks.max(1)
+}
+
 /// A host with threads, for tests.
 #[cfg(test)]
 pub struct Scoped(pub usize);
@@ -217,7 +262,7 @@ mod tests {
     }
 
     fn helpers(threads: usize) -> Helpers {
-        Helpers { host: Arc::new(Scoped(threads)), threads }
+        Helpers::new(Arc::new(Scoped(threads)), threads, threads)
     }
 
     #[test]
@@ -258,8 +303,45 @@ mod tests {
 
     #[test]
     fn the_host_limits_the_threads() {
-        let _lending = lend(Helpers { host: Arc::new(Scoped(2)), threads: 8 });
+        let _lending = lend(Helpers::new(Arc::new(Scoped(2)), 8, 8));
         assert_eq!((count(), parts_of(1 << 20).len()), (2, 2));
+    }
+
+    #[test]
+    fn the_progress_thread_has_the_cores_that_torchs_threads_leave_free() {
+        for (torchs, most, cores, expected) in
+            [(4, 4, 8, 4), (4, 4, 7, 3), (4, 4, 5, 1), (4, 4, 4, 1), (4, 4, 2, 1), (8, 2, 16, 2), (1, 1, 64, 1)]
+        {
+            let helpers = Helpers::new(Arc::new(Scoped(torchs)), most, cores);
+            let _lending = lend(helpers.beside_the_program());
+            assert_eq!((count(), parts_of(1 << 20).len()), (expected, expected), "{torchs} {most} {cores}");
+            assert_eq!(helpers.count(), most.min(torchs), "a waiting thread has all");
+        }
+        assert_eq!([(64, 2, 4), (64, 1, 4), (2, 1, 2), (3, 2, 4)].map(|(a, b, c)| own_cores(a, b, c)), [8, 16, 1, 0]);
+    }
+
+    /// The program may change the number of torch's threads at any time.
+    #[test]
+    fn the_progress_thread_counts_the_threads_that_torch_has_now() {
+        struct Changing(AtomicUsize);
+        impl Host for Changing {
+            fn interrupted(&self) -> bool {
+                false
+            }
+            fn threads(&self) -> usize {
+                self.0.load(Ordering::Relaxed)
+            }
+        }
+        let host = Arc::new(Changing(AtomicUsize::new(8)));
+        let helpers = Helpers::new(Arc::<Changing>::clone(&host), 8, 12);
+        let beside = helpers.beside_the_program();
+        assert_eq!(beside.count(), 4);
+        host.0.store(6, Ordering::Relaxed);
+        helpers.note_issue();
+        assert_eq!(beside.count(), 6);
+        host.0.store(12, Ordering::Relaxed);
+        drop(lend(helpers));
+        assert_eq!(beside.count(), 1);
     }
 
     #[test]
@@ -311,7 +393,7 @@ mod tests {
         }
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let _lending = lend(Helpers { host: Arc::new(Late), threads: 2 });
+                let _lending = lend(Helpers::new(Arc::new(Late), 2, 2));
                 let began = clock::now();
                 assert_eq!(split_into(1 << 20).len(), 2);
                 let patience = PATIENCE.get();

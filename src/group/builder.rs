@@ -29,11 +29,13 @@ use crate::hang::responder::Responder;
 use crate::hang::shm_channel::ShmChannel;
 use crate::hang::{Subject, Watch, Who};
 use crate::host::{Host, Store, first_time};
+use crate::os::topology;
 use crate::os::yielding::Eagerness;
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
+use crate::threads;
 use crate::threads::Helpers;
 
 /// All parts of a group except its engine.
@@ -49,6 +51,8 @@ pub(super) struct Parts {
     pub spin_policy: SpinPolicy,
     /// `GroupShape::threads`.
     pub threads: usize,
+    /// Number of cores of this rank (`threads::own_cores`).
+    pub own_cores: usize,
     pub peers: Vec<Peer>,
     /// For a group over several hosts: the other ranks on this host, with their process ids.
     pub mates: Vec<(usize, i32)>,
@@ -74,7 +78,9 @@ impl Group {
         let theirs = Arc::clone(&policy);
         let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
         let keys = Vec::new();
-        let parts = Parts { config, id, policy, keys, domain: 0, spin_policy, threads: 1, peers, mates, role, host };
+        let (threads, own_cores) = (1, 1);
+        let parts =
+            Parts { config, id, policy, keys, domain: 0, spin_policy, threads, own_cores, peers, mates, role, host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => {
@@ -89,13 +95,17 @@ impl Group {
                 // If this group consists of the ranks of one host of a larger group, lanes drive it, and lanes have no
                 // helpers.
                 let (cores, threads) = (shared.cores, if parts.role.is_inside() { 1 } else { shared.threads });
+                // Every rank of the host needs cores, also the ranks that are not in this group.
+                let most_ranks = Domain::numbered(parts.domain).note_ranks(ranks);
+                let own_cores = threads::own_cores(cores, topology::cpus_per_core(), most_ranks);
                 let (area, group_peers) = shared.into_parts();
                 let peers: Vec<_> = (0..ranks).map(|rank| group_peers.peer(rank).clone()).collect();
                 let pids = peers.iter().map(|peer| peer.pid).collect();
                 let peers = peers.into_iter().map(|peer| Peer::new(peer.pid, peer.host)).collect();
                 let shape = area.layout.shape(cores, threads);
                 let shm = Shm::new(area, pids, shape, parts.config.settings.fusion, theirs);
-                let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), threads, peers, ..parts };
+                let parts =
+                    Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), threads, own_cores, peers, ..parts };
                 let group = parts.group(|_| Box::new(shm));
                 let weak = Arc::downgrade(&group);
                 let following = group_peers.follow(move |rank, _reason| {
@@ -156,7 +166,20 @@ pub(super) fn over_hosts(
 impl Parts {
     /// Makes the group with the engine that `engine` returns. The engine's threads call the given `Report`.
     pub fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, keys, domain: number, spin_policy, threads, peers, mates, role, host } = self;
+        let Parts {
+            config,
+            id,
+            policy,
+            keys,
+            domain: number,
+            spin_policy,
+            threads,
+            own_cores,
+            peers,
+            mates,
+            role,
+            host,
+        } = self;
         let (ranks, domain) = (config.size, Domain::numbered(number));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
@@ -188,7 +211,7 @@ impl Parts {
                 ties: Ties::new(),
                 waiters: Waiters {
                     spin_policy,
-                    helpers: (threads > 1).then(|| Helpers { host: Arc::clone(&host), threads }),
+                    helpers: (threads > 1).then(|| Helpers::new(Arc::clone(&host), threads, own_cores)),
                     has_threads: control.has_threads(),
                     eagerness: Eagerness::default(),
                 },

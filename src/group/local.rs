@@ -16,7 +16,7 @@ use crate::engine::shm::memory::area::Area;
 use crate::engine::solo::Solo;
 use crate::error::Result;
 use crate::fusion::planner::LANES;
-use crate::host::NoSignals;
+use crate::host::{Host, NoSignals};
 use crate::os::topology;
 use crate::progress::domain::SpinPolicy;
 use crate::select::Policy;
@@ -36,7 +36,23 @@ impl Group {
     /// are not.
     pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
         let domains: Vec<u64> = (1..=areas.len() as u64).collect();
-        over_in(areas, &domains, (timeout, &Role::Program), policy)
+        over_in(areas, &domains, (timeout, &Role::Program), policy, |parts| parts)
+    }
+
+    /// Makes one group for each of these hosts, whose threads copy and combine: at most `threads` for each rank, which
+    /// acts as if it had `own_cores` cores.
+    pub fn local_with_threads(
+        hosts: Vec<Arc<dyn Host>>,
+        timeout: Duration,
+        threads: usize,
+        own_cores: usize,
+    ) -> Result<Vec<Arc<Group>>> {
+        let domains: Vec<u64> = (1..=hosts.len() as u64).collect();
+        let adapt = |parts: Parts| {
+            let host = Arc::clone(&hosts[parts.config.rank]);
+            Parts { host, threads, own_cores, ..parts }
+        };
+        Ok(over_in(local::areas(hosts.len())?, &domains, (timeout, &Role::Program), |_| Policy::default(), adapt))
     }
 
     /// Makes groups for ranks that are threads of this process and act as ranks on several hosts. `host_of` has the
@@ -76,7 +92,8 @@ impl Group {
             ranks.iter().for_each(|rank| insides[*rank].clear());
             let role = Role::Inside(ranks.clone());
             for _lane in 0..LANES {
-                let groups = over_in(local::areas(ranks.len())?, &domains, (timeout, &role), |_| inner.clone());
+                let groups =
+                    over_in(local::areas(ranks.len())?, &domains, (timeout, &role), |_| inner.clone(), |parts| parts);
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }
@@ -103,6 +120,7 @@ fn over_in(
     domains: &[u64],
     (timeout, role): (Duration, &Role),
     policy: impl Fn(usize) -> Policy,
+    adapt: impl Fn(Parts) -> Parts,
 ) -> Vec<Arc<Group>> {
     let (ranks, cores) = (areas.len(), topology::usable_cores());
     let groups = areas.into_iter().enumerate().map(|(rank, area)| {
@@ -110,7 +128,7 @@ fn over_in(
         let peers = (0..ranks).map(|_| Peer::new(0, "this process".to_string())).collect();
         let theirs = Arc::clone(&parts.policy);
         let (role, spin_policy) = (role.clone(), SpinPolicy::for_ranks(ranks, cores));
-        let parts = Parts { spin_policy, peers, role, ..parts };
+        let parts = adapt(Parts { spin_policy, peers, role, ..parts });
         parts.group(|_| match ranks {
             1 => Box::new(Solo::new(theirs)),
             _ => {
@@ -135,6 +153,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         domain,
         spin_policy,
         threads: 1,
+        own_cores: 1,
         peers,
         mates,
         role: Role::Program,

@@ -136,6 +136,7 @@ impl Group {
     pub fn issue(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<Op>> {
         let core = self.start(request, completion)?;
         if !core.is_done() {
+            self.waiters.helpers.iter().for_each(Helpers::note_issue);
             driver::issued(&self.domain);
         }
         Ok(Arc::new(Op { core, group: self.this.upgrade().expect("a group that is used is alive") }))

@@ -10,8 +10,8 @@ use crate::threads::Helpers;
 
 pub(super) struct Waiters {
     pub spin_policy: SpinPolicy,
-    /// The threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread does
-    /// this alone.
+    /// The threads that copy and combine for a thread that waits for this group, or for the progress thread. If `None`,
+    /// each thread does this alone.
     pub helpers: Option<Helpers>,
     /// Cached `Control::has_threads`: threads of the engine run its operations.
     pub has_threads: bool,
@@ -39,8 +39,10 @@ impl Waiters {
 
     pub fn describe(&self, control: &dyn Control) -> String {
         let spins = control.wake_address().map(|_| format!(", {}", self.spin_policy));
-        let helps = self.helpers.as_ref().map(|Helpers { threads, .. }| {
-            format!(", {threads} threads copy and combine from {} KiB on", (2 * threads::LEAST_BYTES) >> 10)
+        let helps = self.helpers.as_ref().map(|helpers| {
+            let (waiting, beside) = (helpers.threads(), helpers.beside_the_program().count());
+            let beside = if beside > 1 { format!(" ({beside} beside the program)") } else { String::new() };
+            format!(", {waiting} threads copy and combine from {} KiB on{beside}", (2 * threads::LEAST_BYTES) >> 10)
         });
         spins.unwrap_or_default() + &helps.unwrap_or_default()
     }

@@ -3,6 +3,7 @@ pub mod environment;
 pub mod event_count;
 pub mod fault_points;
 pub mod futex;
+pub mod numa;
 mod random;
 pub mod topology;
 pub mod watch;

@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 
 use once_cell::sync::Lazy;
 
+use super::numa;
+
 fn read_trimmed(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_string())
 }
@@ -50,6 +52,18 @@ pub fn affinity_mask() -> Vec<u64> {
 /// Returns the number of CPUs in a mask of `affinity_mask`.
 pub fn count_mask(mask: &[u64]) -> usize {
     mask.iter().map(|word| word.count_ones() as usize).sum()
+}
+
+/// Returns how many of the CPUs that this process may use share a core. The CPUs of its first core count.
+pub fn cpus_per_core() -> usize {
+    static FOUND: Lazy<usize> = Lazy::new(|| {
+        let mask = affinity_mask();
+        let first = mask.iter().position(|word| *word != 0).map(|at| at * 64 + mask[at].trailing_zeros() as usize);
+        let siblings = first
+            .and_then(|cpu| read_trimmed(format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")));
+        siblings.map_or(1, |list| numa::count_of(&list, &mask).max(1))
+    });
+    *FOUND
 }
 
 /// Returns how many cores this process can keep busy, by its affinity mask and its CPU quota. At least 1.
@@ -267,7 +281,7 @@ pub fn report() -> Vec<(String, String)> {
     for level in [2, 3] {
         line(&format!("L{level}"), cache(level).unwrap_or_else(|| "unknown".into()));
     }
-    line("NUMA nodes", numa().unwrap_or_else(|| "unknown".into()));
+    line("NUMA nodes", numa::described().unwrap_or_else(|| "unknown".into()));
     let accelerators = accelerators();
     line("accelerators", if accelerators.is_empty() { "none".into() } else { accelerators.join(", ") });
     line("fingerprint", fingerprint().into());
@@ -373,21 +387,6 @@ pub fn accelerators() -> Vec<String> {
         .collect();
     names.sort();
     names
-}
-
-/// Returns the NUMA nodes with their CPUs: "0: 0-3, 1: 4-7".
-fn numa() -> Option<String> {
-    let mut nodes: Vec<(usize, String)> = fs::read_dir("/sys/devices/system/node")
-        .ok()?
-        .filter_map(|entry| {
-            let path = entry.ok()?.path();
-            let number = path.file_name()?.to_str()?.strip_prefix("node")?.parse().ok()?;
-            Some((number, read_trimmed(path.join("cpulist"))?))
-        })
-        .collect();
-    nodes.sort();
-    let texts: Vec<String> = nodes.iter().map(|(number, cpus)| format!("{number}: CPUs {cpus}")).collect();
-    (!texts.is_empty()).then(|| texts.join(", "))
 }
 
 fn dev_shm() -> String {

@@ -40,6 +40,10 @@ pub trait Driven: Send + Sync {
     fn helpers(&self) -> Option<Helpers> {
         None
     }
+    /// Returns the threads that copy and combine for the progress thread. If `None`, it does this alone.
+    fn helpers_beside_the_program(&self) -> Option<Helpers> {
+        self.helpers().map(|helpers| helpers.beside_the_program())
+    }
     /// Returns how long a waiting thread spins and yields.
     fn spin_policy(&self) -> SpinPolicy;
     /// Called at the end of a wait that yielded without spinning, with the duration of that wait.
@@ -154,6 +158,9 @@ pub struct Domain {
     /// Whether the progress thread was started. Set with release. Every asynchronous operation reads it with acquire,
     /// so that it does not need the lock of `thread`.
     pub(crate) running: AtomicBool,
+    /// The largest number of ranks of a group on this host. Threads that make groups write it and read it. Relaxed,
+    /// because it guards no other data.
+    most_ranks: AtomicUsize,
     /// Time (`clock::now`) at which a waiting thread last checked whether it shares its core with a peer. Such a check
     /// is made at most once in 5 ms. Written and read by waiting threads. Relaxed, because it guards no other data.
     pub(super) dodged: AtomicU64,
@@ -189,6 +196,11 @@ impl Domain {
 
     pub fn groups(&self) -> Vec<Arc<dyn Driven>> {
         self.groups.read().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Called when a group of `ranks` ranks is made. Returns the largest such number so far.
+    pub fn note_ranks(&self, ranks: usize) -> usize {
+        self.most_ranks.fetch_max(ranks, Ordering::Relaxed).max(ranks)
     }
 
     /// Returns the groups that have pending operations.

@@ -315,6 +315,7 @@ fn drive_while_needed(domain: &Arc<Domain>) {
         let groups = domain.busy();
         let mut moved = false;
         for group in &groups {
+            let _lending = group.helpers_beside_the_program().map(threads::lend);
             moved |= group.drive();
         }
         let now = Instant::now();

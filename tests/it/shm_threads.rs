@@ -2,9 +2,9 @@
 //! one thread. Tested for every kind, with ordinary and with reachable tensors. Ranks are threads, and each rank's
 //! `Crowd` starts more threads for it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
 
 use crate::common::host::{Memory, config};
 use crate::common::{Spec, on_ranks};
@@ -102,6 +102,53 @@ fn rule_17_the_number_of_threads_changes_no_bit() {
             let widest = host.widest.load(Ordering::Relaxed);
             assert!(most == 1 || (2..=most).contains(&widest), "{widest} parts for {most} threads");
             assert_eq!(group.describe().contains("threads copy and combine"), most > 1, "{}", group.describe());
+        });
+    }
+}
+
+/// The progress thread splits its work too, if the rank has cores that torch's threads leave free.
+#[test]
+fn rule_17_operations_that_no_thread_waits_for_use_free_cores_and_have_the_same_bits() {
+    for (own_cores, free) in [(8, 0), (9, 0), (10, 2), (20, 4)] {
+        let hosts: Vec<Arc<Crowd>> = (0..2).map(|_| Arc::default()).collect();
+        let theirs = hosts.iter().map(|host| Arc::<Crowd>::clone(host) as Arc<dyn Host>).collect();
+        let groups = Group::local_with_threads(theirs, Duration::from_secs(60), 4, own_cores).unwrap();
+        let (meeting, began) = (Barrier::new(2), Instant::now());
+        on_ranks(2, |me| {
+            let reached = || {
+                meeting.wait();
+                let reached = hosts.iter().all(|host| host.widest.load(Ordering::Relaxed) == free);
+                meeting.wait();
+                reached
+            };
+            // After a region that was late, the progress thread works alone for up to a second.
+            for seed in 0u64.. {
+                if reached() && seed >= 12 || began.elapsed() > Duration::from_secs(60) {
+                    break;
+                }
+                let spec = Spec {
+                    kind: [Kind::AllReduce, Kind::AllGather, Kind::Broadcast][seed as usize % 3],
+                    dtype: [Dtype::F32, Dtype::Bf16][seed as usize % 2],
+                    op: ReduceOp::Sum,
+                    root: 0,
+                    count: 700_000,
+                    skew: 0,
+                    in_place: seed.is_multiple_of(4),
+                    pieces: 1,
+                    seed,
+                };
+                let buffers = spec.buffers(me, 2);
+                let mut buffers = if seed % 4 < 2 { buffers.in_arena() } else { buffers };
+                let op = groups[me].issue(spec.request(&mut buffers), None).unwrap();
+                while !op.is_done() {
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+                op.wait(None).unwrap();
+                spec.check(&buffers, me, 2);
+            }
+            assert_eq!(hosts[me].widest.load(Ordering::Relaxed), free, "{own_cores} cores");
+            let text = groups[me].describe();
+            assert_eq!(text.contains(&format!("({free} beside the program)")), free > 0, "{text}");
         });
     }
 }

@@ -1,0 +1,156 @@
+//! The NUMA nodes of this machine, and on which of them memory lies.
+
+#![allow(unsafe_code)] // a system call that places memory
+
+use std::path::Path;
+use std::{fs, io};
+
+use once_cell::sync::Lazy;
+
+/// A node with its CPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Node {
+    number: u32,
+    /// As the kernel writes them: "0-3,8-11".
+    cpus: String,
+}
+
+/// The nodes of this machine, which do not change while a process runs.
+static NODES: Lazy<Vec<Node>> = Lazy::new(|| read(Path::new("/sys/devices/system/node")));
+
+fn read(directory: &Path) -> Vec<Node> {
+    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
+    let node = |path: &Path| {
+        let number = path.file_name()?.to_str()?.strip_prefix("node")?.parse().ok()?;
+        Some(Node { number, cpus: fs::read_to_string(path.join("cpulist")).ok()?.trim().to_string() })
+    };
+    let mut nodes: Vec<Node> = entries.filter_map(|entry| node(&entry.ok()?.path())).collect();
+    nodes.sort_unstable_by_key(|node| node.number);
+    nodes
+}
+
+/// Returns the node to which a process with this affinity mask is bound (`topology::affinity_mask`). None if it may run
+/// on several nodes, or if the kernel does not report them.
+pub fn node_of(mask: &[u64]) -> Option<u32> {
+    among(&NODES, mask)
+}
+
+fn among(nodes: &[Node], mask: &[u64]) -> Option<u32> {
+    let bits = |word: usize| mask.get(word).copied().unwrap_or(0);
+    let holds_all = |node: &&Node| {
+        let own = mask_of(&node.cpus);
+        (0..mask.len().max(own.len())).all(|word| bits(word) & !own.get(word).copied().unwrap_or(0) == 0)
+    };
+    if mask.iter().all(|word| *word == 0) {
+        return None;
+    }
+    nodes.iter().find(holds_all).map(|node| node.number)
+}
+
+/// Returns how many CPUs of a list, as the kernel writes it, are in a mask.
+pub fn count_of(list: &str, mask: &[u64]) -> usize {
+    mask_of(list).iter().zip(mask).map(|(one, other)| (one & other).count_ones() as usize).sum()
+}
+
+/// The mask of a list of CPUs. Ignores what is no number.
+fn mask_of(list: &str) -> Vec<u64> {
+    let mut mask: Vec<u64> = Vec::new();
+    for range in list.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (Ok(first), Ok(last)) = (first.trim().parse::<usize>(), last.trim().parse::<usize>()) else { continue };
+        for cpu in first..=last.min(first + (1 << 16)) {
+            if mask.len() <= cpu / 64 {
+                mask.resize(cpu / 64 + 1, 0);
+            }
+            mask[cpu / 64] |= 1 << (cpu % 64);
+        }
+    }
+    mask
+}
+
+/// Returns the nodes with their CPUs: "0: CPUs 0-3, 1: CPUs 4-7". None if the kernel does not report them.
+pub fn described() -> Option<String> {
+    let texts: Vec<String> = NODES.iter().map(|node| format!("{}: CPUs {}", node.number, node.cpus)).collect();
+    (!texts.is_empty()).then(|| texts.join(", "))
+}
+
+/// Asks the kernel to place the pages of a mapping on `node` when they are populated, if that node has room. `address`
+/// must be a multiple of the page size. Changes no contents, and no page that is present.
+///
+/// # Safety
+/// The range must be in a mapping of the caller.
+pub unsafe fn prefer(address: *mut u8, bytes: usize, node: u32) -> io::Result<()> {
+    const MPOL_PREFERRED: i32 = 1;
+    let mut nodes = vec![0u64; node as usize / 64 + 1];
+    nodes[node as usize / 64] = 1 << (node % 64);
+    // The kernel reads one bit less than this number says.
+    let bits = nodes.len() * 64 + 1;
+    // SAFETY: the caller vouches for the range, and the kernel reads `bits - 1` bits of `nodes`.
+    let rc = unsafe { libc::syscall(libc::SYS_mbind, address, bytes, MPOL_PREFERRED, nodes.as_ptr(), bits, 0) };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two nodes with the CPUs of a machine that has two threads per core, and a node that has memory only.
+    fn machine() -> tempfile::Faked {
+        tempfile::Faked::new(&[("node0", "0-3,64-67"), ("node1", "4-7,68-71"), ("node2", ""), ("possible", "0-2")])
+    }
+
+    mod tempfile {
+        use std::fs;
+        use std::path::PathBuf;
+
+        pub struct Faked(pub PathBuf);
+
+        impl Faked {
+            pub fn new(nodes: &[(&str, &str)]) -> Faked {
+                let name = format!("sagellm-numa-{}-{:?}", std::process::id(), std::thread::current().id());
+                let directory = std::env::temp_dir().join(name);
+                for (name, cpus) in nodes {
+                    fs::create_dir_all(directory.join(name)).unwrap();
+                    fs::write(directory.join(name).join("cpulist"), format!("{cpus}\n")).unwrap();
+                }
+                Faked(directory)
+            }
+        }
+
+        impl Drop for Faked {
+            fn drop(&mut self) {
+                let _ = fs::remove_dir_all(&self.0);
+            }
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no files")]
+    fn a_mask_belongs_to_the_node_that_has_all_of_its_cpus() {
+        let faked = machine();
+        let nodes = read(&faked.0);
+        assert_eq!(nodes.iter().map(|node| node.number).collect::<Vec<_>>(), [0, 1, 2]);
+        for (mask, node) in [
+            (vec![0b1111, 0b1111], Some(0)),
+            (vec![0b0100], Some(0)),
+            (vec![0b1000_0000], Some(1)),
+            (vec![0, 0b1_0000], Some(1)),
+            (vec![0b1_1000], None),
+            (vec![0, 1 << 40], None),
+            (vec![], None),
+            (vec![0], None),
+        ] {
+            assert_eq!(among(&nodes, &mask), node, "{mask:?}");
+        }
+        assert_eq!(among(&[], &[1]), None);
+    }
+
+    #[test]
+    fn lists_of_cpus_are_read_as_the_kernel_writes_them() {
+        assert_eq!(mask_of("0-2,64"), [0b111, 1]);
+        assert_eq!(mask_of("5"), [1 << 5]);
+        assert_eq!(mask_of(""), [0u64; 0]);
+        assert_eq!(mask_of("nonsense,1"), [2]);
+        assert_eq!((count_of("0,64", &[1, 1]), count_of("0,64", &[3]), count_of("1", &[1])), (2, 1, 0));
+    }
+}
