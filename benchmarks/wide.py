@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """All_reduce with several threads a rank, on a machine with many cores: one command, one file to send.
 
-The ranks share the cores evenly, and torch's intra-op threads of each rank fill its share. Five ways take turns in the
-same processes: ours on tensors that peers can reach, ours on ordinary tensors, both of these with one thread a rank,
-and gloo. In the same turns all ranks also copy their tensor at the same time, with the same number of threads. A plain
-copy is the limit of an all_reduce that fits into the cache. It is no limit for a larger all_reduce: a copy writes a
-second tensor, and an all_reduce works in place. Each rank writes its tensor before each call, as a program does, and
-every result is checked once per size.
+The ranks share the cores evenly, and torch's intra-op threads of each rank fill its share, except in one layout, whose
+ranks use half of their cores. These ways take turns in the same processes: ours on tensors that peers can reach, ours
+on ordinary tensors, an asynchronous call that no thread waits for (it uses free cores), all of these with one thread a
+rank, and gloo. On a machine with several NUMA nodes each rank of a large group is bound to one, and ours with the
+option `numa` is one more way.
+
+In the same turns all ranks also copy their tensor at the same time, with the same number of threads. A plain copy is
+the limit of an all_reduce that fits into the cache. It is no limit for a larger all_reduce: a copy writes a second
+tensor, and an all_reduce works in place. Each rank writes its tensor before each call, as a program does, and every
+result is checked once per size.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from measure.stats import format_time, percentile, slowest_rank
 from torch_sagellm._private.units import parse_size, show_size
 
 EXAMPLES = """examples:
-  python benchmarks/wide.py                          2 ranks, then 4, then a rank per core: about ten minutes
+  python benchmarks/wide.py                          2 ranks, then 4, then a rank per core: about fifteen minutes
   python benchmarks/wide.py --layouts 2x8,4x4        ranks x threads
   python benchmarks/wide.py --dtypes float32 --sizes 1MiB,32MiB --rounds 5
 """
@@ -44,14 +48,36 @@ FOLDER = "SAGELLM_WIDE_FOLDER"
 
 
 def layouts(text: str, cores: int) -> list[tuple[int, int]]:
-    """Pairs of ranks and threads. By default 2 and 4 ranks that share the cores, and a rank for each core."""
+    """Pairs of ranks and threads. By default 2 and 4 ranks that share the cores, 2 that use half of them, and a rank
+    for each core."""
     if not text:
         wanted = [(ranks, max(1, cores // ranks)) for ranks in (2, 4, min(cores, 256)) if ranks <= max(cores, 2)]
+        if cores >= 8:
+            wanted.insert(1, (2, cores // 4))
         return list(dict.fromkeys(wanted))
     pairs = [one.split("x") for one in text.split(",")]
     if not all(len(pair) == 2 and all(word.isdigit() and int(word) > 0 for word in pair) for pair in pairs):
         raise ValueError(f"--layouts {text}: expected ranks x threads, such as 2x8,4x4")
     return [(int(ranks), int(threads)) for ranks, threads in pairs]
+
+
+def bind_to_node(rank: int, ranks: int) -> bool:
+    """Binds this rank to a NUMA node, each to as many as any other. Returns whether there are several."""
+    allowed = os.sched_getaffinity(0)
+    lists = sorted(
+        Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
+    )
+    nodes = [cpus for cpus in (allowed & cpus_of(path.read_text()) for path in lists) if cpus]
+    if len(nodes) < 2 or ranks % len(nodes):
+        return False
+    os.sched_setaffinity(0, nodes[rank * len(nodes) // ranks])
+    return True
+
+
+def cpus_of(text: str) -> set[int]:
+    """The CPUs of a list as the kernel writes it, such as 0-3,8."""
+    ends = [range_.split("-") for range_ in text.strip().split(",") if range_]
+    return {cpu for each in ends for cpu in range(int(each[0]), int(each[-1]) + 1)}
 
 
 def ways(count: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, tuple[torch.Tensor, Callable[[], Any]]]:
@@ -61,12 +87,24 @@ def ways(count: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, tu
     def reduces(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Callable[[], Any]]:
         return tensor, lambda: dist.all_reduce(tensor, group=groups[name])
 
+    def polled(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Callable[[], Any]]:
+        def call() -> None:
+            work: Any = dist.all_reduce(tensor, group=groups[name], async_op=True)
+            while not work.is_completed():
+                time.sleep(1e-5)
+
+        return tensor, call
+
     source, target = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
     threads = torch.get_num_threads()
     found: dict[str, tuple[torch.Tensor, Callable[[], Any]]] = {LIMIT: (source, lambda: target.copy_(source))}
     if threads > 1:
         found[f"reachable, {threads} threads"] = reduces(torch_sagellm.empty(count, dtype=dtype), "all")
         found[f"ordinary, {threads} threads"] = reduces(torch.empty(count, dtype=dtype), "all")
+        found[f"asynchronous, {threads} threads"] = polled(torch_sagellm.empty(count, dtype=dtype), "all")
+        found["asynchronous, 1 thread"] = polled(torch_sagellm.empty(count, dtype=dtype), "one")
+    if "numa" in groups:
+        found["reachable, by NUMA node"] = reduces(torch_sagellm.empty(count, dtype=dtype), "numa")
     found["reachable, 1 thread"] = reduces(torch_sagellm.empty(count, dtype=dtype), "one")
     found["ordinary, 1 thread"] = reduces(torch.empty(count, dtype=dtype), "one")
     found["gloo"] = reduces(torch.empty(count, dtype=dtype), "gloo")
@@ -124,6 +162,8 @@ def run_rank(args: argparse.Namespace) -> int:
 
     threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
+    ranks = int(os.environ["WORLD_SIZE"])
+    by_node = ranks > 12 and bind_to_node(int(os.environ["RANK"]), ranks)
     patience = timedelta(seconds=args.timeout)
     dist.init_process_group("sagellm", timeout=patience, pg_options=torch_sagellm.Options(threads=1))
     groups = {
@@ -131,6 +171,9 @@ def run_rank(args: argparse.Namespace) -> int:
         "one": dist.group.WORLD,
         "gloo": dist.new_group(backend="gloo", timeout=patience),
     }
+    if by_node:
+        options = torch_sagellm.Options(threads=threads, numa=True)
+        groups["numa"] = dist.new_group(timeout=patience, pg_options=options)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -190,7 +233,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--layouts", default="", help="ranks x threads (default: 2 and 4 ranks that share the cores, a rank per core)")
+    add("--layouts", default="", help="ranks x threads (default: 2, 4 and a rank per core on all cores, 2 on half)")
     add("--sizes", default=SIZES, help=f"bytes of each rank's tensor (default: {SIZES})")
     add("--dtypes", default="float32,bfloat16", help="default: float32,bfloat16")
     add("--rounds", type=int, default=10, help="turns per way and size (default: 10)")
