@@ -50,7 +50,7 @@ impl Default for Threads {
 /// Options that should be equal on all ranks of a group. For `measure_link` and `verify`, rank 0's value applies to the
 /// whole group, as part of its policy, and a rank with another value logs a warning. If `fusion` or `strict` differs in
 /// a group over several hosts, the group fails with a mismatch. In a group on one host, `fusion` affects only the rank
-/// that sets it, and `strict` has no effect.
+/// that sets it, and `strict` has no effect. For `numa`, the value of the first rank of each host applies to that host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Fuses small operations that are pending at the same time.
@@ -59,6 +59,8 @@ pub struct Settings {
     pub strict: bool,
     /// Measures the link between hosts when the group is created. If false, the start rules decide (`select::start`).
     pub measure_link: bool,
+    /// Combines and broadcasts large tensors NUMA node by node, where that is possible (`engine::shm::nodes`).
+    pub numa: bool,
     /// How much of each result is compared between the ranks.
     pub verify: Verify,
 }
@@ -152,7 +154,7 @@ impl Config {
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { fusion: true, strict: false, measure_link: true, verify: Verify::default() }
+        Settings { fusion: true, strict: false, measure_link: true, numa: false, verify: Verify::default() }
     }
 }
 

@@ -47,7 +47,7 @@
 //! reduce        the arithmetic
 //! stats         counts, times and records of operations
 //! op            an operation from issue to end; which memory it uses
-//! threads       copies and reductions of a waiting thread, split among torch's intra-op threads
+//! threads       copies and reductions of one thread, split among several
 //! config host   settings; what the core needs from its caller (store, signals, completions, threads)
 //! cache_file    the text files that keep what was measured on this machine
 //! os            watching processes, cores and caches, clock, futex; fault points for tests

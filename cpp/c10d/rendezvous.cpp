@@ -42,6 +42,7 @@ Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, 
   setup.fusion = options.fusion;
   setup.strict = options.strict;
   setup.measure_link = options.measure_link;
+  setup.numa = options.numa;
   const int64_t threads = options.threads > 0 ? options.threads : static_cast<int64_t>(intraop_threads());
   setup.threads = options.forked ? 1 : static_cast<uint32_t>(std::clamp<int64_t>(threads, 1, 4096));
   setup.threads_named = options.threads > 0;

@@ -160,6 +160,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("vendor", &Options::vendor)
       .def_readwrite("topology", &Options::topology)
       .def_readwrite("measure_link", &Options::measure_link)
+      .def_readwrite("numa", &Options::numa)
       .def_readwrite("threads", &Options::threads)
       .def_readwrite("links", &Options::links)
       .def_readwrite("soft_timeout", &Options::soft_timeout)

@@ -13,6 +13,7 @@ use super::pieces::{Pieces, transfer};
 use super::shm::memory::area::Area;
 use super::shm::memory::layout::Layout;
 use super::shm::memory::segment::Segment;
+use super::shm::nodes::Nodes;
 use crate::engine::Polled;
 use crate::error::{Error, Result};
 use crate::types::Span;
@@ -21,8 +22,13 @@ use crate::types::Span;
 pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     let layout = Layout::within(ranks, 1, usize::MAX)
         .ok_or_else(|| Error::invalid(format!("sagellm: no layout for {ranks} ranks in one process")))?;
+    areas_of(layout, &Nodes::none())
+}
+
+/// Like `areas`, with a layout, for ranks on these NUMA nodes.
+pub fn areas_of(layout: Layout, nodes: &Nodes) -> Result<Vec<Arc<Area>>> {
     let segment = Arc::new(Segment::anonymous(layout.total())?);
-    Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())
+    Ok((0..layout.ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me, nodes.clone()))).collect())
 }
 
 /// Makes links between ranks that are threads, one link per rank. A message is copied into the receiver's queue. A

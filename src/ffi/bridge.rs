@@ -294,10 +294,11 @@ pub mod ffi {
         topology: String,
         /// The option `soft_timeout`. If it is negative, the setting of the process applies.
         soft_timeout_ms: i64,
-        /// The next three fields are those of `config::Settings`.
+        /// The next four fields are those of `config::Settings`.
         fusion: bool,
         strict: bool,
         measure_link: bool,
+        numa: bool,
         /// `config::Threads`.
         threads: u32,
         threads_named: bool,

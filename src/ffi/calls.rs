@@ -46,6 +46,7 @@ impl RustRendezvous {
                     fusion: setup.fusion,
                     strict: setup.strict,
                     measure_link: setup.measure_link,
+                    numa: setup.numa,
                     verify,
                 },
                 threads: Threads { most: setup.threads, named: setup.threads_named },

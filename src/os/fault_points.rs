@@ -33,36 +33,40 @@ enumeration! {
         PartBegun = 12, "before a part is done";
         PartDone = 13, "before a part is published";
         PartPublished = 14, "after a part is published";
+        // A sum that is made node by node (`engine/shm/mapped/chain.rs`).
+        ChunkFolded = 15, "before the sums of a chunk are published";
+        ChunkPublished = 16, "after the sums of a chunk are published";
+        ChunkSpread = 17, "before a chunk of the result is published";
         // Messages on one host (`engine/shm/p2p`).
-        EnvelopeWritten = 15, "before an envelope is published";
-        EnvelopeSent = 16, "after an envelope is published";
-        EnvelopeSeen = 17, "before an envelope is read";
-        EnvelopeRead = 18, "before an envelope is released";
-        GrantWritten = 19, "before a grant is published";
-        GrantSeen = 20, "before a grant is used";
-        BodyFilled = 21, "before a part of a message is published";
-        BodySeen = 22, "before a part of a message is read";
-        BodyRead = 23, "before a part of a message is released";
+        EnvelopeWritten = 18, "before an envelope is published";
+        EnvelopeSent = 19, "after an envelope is published";
+        EnvelopeSeen = 20, "before an envelope is read";
+        EnvelopeRead = 21, "before an envelope is released";
+        GrantWritten = 22, "before a grant is published";
+        GrantSeen = 23, "before a grant is used";
+        BodyFilled = 24, "before a part of a message is published";
+        BodySeen = 25, "before a part of a message is read";
+        BodyRead = 26, "before a part of a message is released";
         // Waiting and leaving on one host (`progress/driver.rs`, `engine/shm/memory/area.rs`).
-        Sleeping = 24, "before a thread sleeps";
-        Leaving = 25, "before a rank leaves";
+        Sleeping = 27, "before a thread sleeps";
+        Leaving = 28, "before a rank leaves";
         // Messages between reachable tensors (`engine/shm/p2p/shares.rs`).
-        HomeSought = 26, "before a sender looks for the output of a message";
-        RangeClaimed = 27, "before a claimed range of a message is copied";
+        HomeSought = 29, "before a sender looks for the output of a message";
+        RangeClaimed = 30, "before a claimed range of a message is copied";
         // Connections to other hosts (`engine/multihost/wire`).
-        Joining = 28, "before a rank says that it has joined";
-        FrameReady = 29, "before frames are written";
-        FrameWritten = 30, "after frames are written";
-        FrameSeen = 31, "before a frame is handled";
-        FrameDone = 32, "after the data of a frame has arrived";
-        BodyWanted = 33, "before a long message is asked for";
-        BodyAsked = 34, "before a long message is sent";
-        Cutting = 35, "before a rank cuts its connections";
+        Joining = 31, "before a rank says that it has joined";
+        FrameReady = 32, "before frames are written";
+        FrameWritten = 33, "after frames are written";
+        FrameSeen = 34, "before a frame is handled";
+        FrameDone = 35, "after the data of a frame has arrived";
+        BodyWanted = 36, "before a long message is asked for";
+        BodyAsked = 37, "before a long message is sent";
+        Cutting = 38, "before a rank cuts its connections";
         // Connections of several paths (`engine/multihost/wire`).
-        SegmentReady = 36, "before a segment is written";
-        SegmentWritten = 37, "after a segment is written";
-        StreamSeen = 38, "before a frame of the stream is handled";
-        StreamDone = 39, "after the data of a frame of the stream has arrived";
+        SegmentReady = 39, "before a segment is written";
+        SegmentWritten = 40, "after a segment is written";
+        StreamSeen = 41, "before a frame of the stream is handled";
+        StreamDone = 42, "after the data of a frame of the stream has arrived";
     }
 }
 

@@ -113,6 +113,8 @@ impl Level {
 pub struct Kernel {
     run: Run,
     element_size: usize,
+    /// Size of an element in the type in which it is combined.
+    accumulator_size: usize,
     /// How many units of the kernel an element has: 2 if a complex number is processed as two parts, the size in bytes
     /// for bit operations, otherwise 1.
     units: usize,
@@ -145,13 +147,19 @@ pub fn kernel_at(level: Level, dtype: Dtype, op: ReduceOp, ranks: usize) -> Resu
         Error::bug(format!("sagellm: no kernel for {} of {}", ReduceOp::name_of(op.code()), dtype.name()))
     })?;
     let scales = matches!(op, ReduceOp::PremulSum(_));
-    Ok(Kernel { run, element_size: dtype.size(), units, ranks, scales })
+    let accumulator_size = dtype.size() * if matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::C32) { 2 } else { 1 };
+    Ok(Kernel { run, element_size: dtype.size(), accumulator_size, units, ranks, scales })
 }
 
 impl Kernel {
     /// Size of an element in bytes.
     pub fn element_size(&self) -> usize {
         self.element_size
+    }
+
+    /// Size of an element's accumulator in bytes. Elements of 16 bits are combined in 32.
+    pub fn accumulator_size(&self) -> usize {
+        self.accumulator_size
     }
 
     /// Computes `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements.
@@ -162,14 +170,60 @@ impl Kernel {
     /// may be exactly one of the sources; otherwise it must not overlap any of them.
     pub unsafe fn reduce(&self, dst: *mut u8, sources: &[*const u8], factors: &[f64], elements: usize) {
         assert!(!sources.is_empty(), "a reduction needs at least one source");
-        if self.scales {
-            assert_eq!(factors.len(), sources.len(), "PREMUL_SUM needs one factor for each source");
-        } else if sources.len() == 1 && self.ranks == 1 {
+        if !self.scales && sources.len() == 1 && self.ranks == 1 {
             // SAFETY: the caller vouches for it. `copy` allows the source to be the destination.
             return unsafe { copy(dst, sources[0], elements * self.element_size) };
         }
+        let (elements, from) = (elements * self.units, std::ptr::null());
+        // SAFETY: the caller vouches for it.
+        unsafe { self.run(Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: false }) }
+    }
+
+    /// Begins a sum over some ranks that `finish` or another call of this function continues: writes the accumulators
+    /// of `sources` to `dst`. If `from` is not null, the sum continues from the accumulators there. The result of
+    /// several calls, each with some of the sources, has the bits of one `reduce` with all of them in the same order.
+    ///
+    /// # Safety
+    /// As for `reduce`, except that `dst` and `from` have `accumulator_size()` bytes for each element. `dst` must not
+    /// overlap a source; it may be `from`.
+    pub unsafe fn accumulate(
+        &self,
+        dst: *mut u8,
+        from: *const u8,
+        sources: &[*const u8],
+        factors: &[f64],
+        elements: usize,
+    ) {
+        let elements = elements * self.units;
+        // SAFETY: the caller vouches for it.
+        unsafe { self.run(Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: true }) }
+    }
+
+    /// Ends a sum that `accumulate` began: combines the accumulators at `from` with `sources` and writes the result to
+    /// `dst`.
+    ///
+    /// # Safety
+    /// As for `reduce`, and `from` must be readable for `accumulator_size()` bytes for each element and not overlap
+    /// `dst`.
+    pub unsafe fn finish(
+        &self,
+        dst: *mut u8,
+        from: *const u8,
+        sources: &[*const u8],
+        factors: &[f64],
+        elements: usize,
+    ) {
+        let elements = elements * self.units;
+        // SAFETY: the caller vouches for it.
+        unsafe { self.run(Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: false }) }
+    }
+
+    /// # Safety
+    /// As for `Run`, except for the processor's features, which `kernel_at` has checked.
+    unsafe fn run(&self, job: Job<'_>) {
+        let wanted = if self.scales { job.sources.len() } else { job.factors.len() };
+        assert_eq!(job.factors.len(), wanted, "PREMUL_SUM needs one factor for each source");
         let _mode = self::float::StandardMode::enter();
-        let job = Job { dst, sources, factors, ranks: self.ranks, elements: elements * self.units };
         // SAFETY: the caller vouches for it. `kernel_at` has checked that the processor can run this kernel.
         unsafe { (self.run)(&job) }
     }

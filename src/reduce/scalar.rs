@@ -15,6 +15,10 @@ pub struct Job<'a> {
     pub ranks: usize,
     /// Number of elements in units of the kernel's format.
     pub elements: usize,
+    /// Accumulators from which the sum continues, as `keeps` wrote them. Null if it begins with the first source.
+    pub from: *const u8,
+    /// Whether `dst` gets the accumulators, for a later job that continues from them, and not the result.
+    pub keeps: bool,
 }
 
 /// A kernel.
@@ -146,14 +150,22 @@ pub unsafe fn fold<F: Format, O: Op<F::Number>>(job: &Job<'_>) {
 /// As for `Run`, and `at + N <= job.elements`.
 #[inline(always)]
 unsafe fn fold_block<F: Format, O: Op<F::Number>, const N: usize>(job: &Job<'_>, at: usize) {
-    // SAFETY: the caller vouches for it, here and in the loop.
-    let mut sum = unsafe { enter::<F, O, N>(job, 0, at) };
-    for source in 1..job.sources.len() {
+    let (mut sum, first) = match job.from.is_null() {
+        // SAFETY: the caller vouches for it, here and in the loop.
+        true => (unsafe { enter::<F, O, N>(job, 0, at) }, 1),
+        // SAFETY: `from` is readable for `job.elements` accumulators, and needs no alignment.
+        false => (unsafe { job.from.cast::<F::Number>().add(at).cast::<[F::Number; N]>().read_unaligned() }, 0),
+    };
+    for source in first..job.sources.len() {
         // SAFETY: as above.
         let next = unsafe { enter::<F, O, N>(job, source, at) };
         for i in 0..N {
             sum[i] = O::combine(sum[i], next[i]);
         }
+    }
+    if job.keeps {
+        // SAFETY: `dst` is writable for `job.elements` accumulators, and needs no alignment.
+        return unsafe { job.dst.cast::<F::Number>().add(at).cast::<[F::Number; N]>().write_unaligned(sum) };
     }
     for number in &mut sum {
         *number = O::leave(*number, job.ranks);

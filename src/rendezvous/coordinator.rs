@@ -12,6 +12,7 @@ use super::{
 };
 use crate::config::Config;
 use crate::engine::shm::memory::segment::Segment;
+use crate::engine::shm::nodes::Nodes;
 use crate::error::{Error, Result};
 use crate::fields::clip;
 use crate::os::random;
@@ -48,6 +49,7 @@ pub(super) struct MemoryToShare {
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
     pub(super) threads: usize,
+    pub(super) nodes: Nodes,
     /// Some if all ranks were in an earlier group.
     pub(super) group_peers: Option<GroupPeers>,
 }
@@ -230,6 +232,7 @@ impl Coordinator<'_, '_> {
         let local_cores = topology::agreed_cores(&masks, quota);
         let wishes: Vec<Wish> = bodies.iter().map(|body| wish_of(body)).collect();
         let threads = threads::agreed(&wishes, local_cores);
+        let nodes = self.nodes(&bodies);
         let bytes = match segment_bytes(threads, headroom) {
             Ok(bytes) => bytes,
             Err(reason) => return Ok(Err(reason.into())),
@@ -239,9 +242,23 @@ impl Coordinator<'_, '_> {
         }
         Ok(match Segment::create(bytes) {
             Ok((segment, memory)) => {
-                Ok(MemoryToShare { segment, memory, local_cores, threads, group_peers: self.group_peers() })
+                let group_peers = self.group_peers();
+                Ok(MemoryToShare { segment, memory, local_cores, threads, nodes, group_peers })
             }
             Err((error, text)) => Err(Reason::of(&error, text)),
+        })
+    }
+
+    /// The NUMA nodes of the ranks, if the option asks for them.
+    fn nodes(&self, bodies: &[&Body]) -> Nodes {
+        let config = self.session.config;
+        if !config.settings.numa {
+            return Nodes::none();
+        }
+        let nodes: Vec<Option<u32>> = bodies.iter().map(|body| body.identity.node).collect();
+        Nodes::of_group(&nodes).unwrap_or_else(|(level, reason)| {
+            log::log!(level, "the option numa has no effect in group '{}': {reason}", config.name);
+            Nodes::none()
         })
     }
 

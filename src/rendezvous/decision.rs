@@ -174,11 +174,11 @@ fn decide(
         Outcome::Delegate { reason, id, network } => {
             Ok((Decision::Delegate(reason), id, not_exchanged(config, own), network))
         }
-        Outcome::Shared(Met { segment, group_peers, local_cores, threads, policy, id }) => {
+        Outcome::Shared(Met { segment, group_peers, local_cores, threads, nodes, policy, id }) => {
             let total = segment.len();
             let layout = Layout::of_total(config.size, total)
                 .ok_or_else(|| Error::bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
-            let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
+            let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank, nodes));
             let shared = SharedMemory { parts: Some((area, group_peers)), cores: local_cores, threads };
             Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?, None))
         }

@@ -11,11 +11,11 @@ use super::unix_socket;
 use crate::config::Threads;
 use crate::engine::shm::memory::segment::Backing;
 use crate::fields::{MAX_LIST, Reader, Writer};
-use crate::os::topology;
+use crate::os::{numa, topology};
 use crate::select;
 
 /// Must change with every change of these messages, of their order, or of other bytes that ranks exchange.
-pub const PROTOCOL: u32 = 16;
+pub const PROTOCOL: u32 = 17;
 
 /// Random and new for every attempt. Distinguishes the keys of live processes from those of earlier attempts.
 pub type Nonce = [u8; 16];
@@ -48,18 +48,22 @@ pub struct Identity {
     pub affinity: Vec<u64>,
     pub quota_millicores: Option<u64>,
     pub headroom: Option<u64>,
+    /// The NUMA node to which the process is bound. `None` if it may run on several.
+    pub node: Option<u32>,
 }
 
 impl Identity {
     pub fn here() -> Identity {
         let (quota_millicores, headroom) = topology::limits();
+        let affinity = topology::affinity_mask();
         Identity {
             boot_id: topology::boot_id(),
             uid: topology::uid(),
             netns: topology::netns(),
             pidns: topology::pidns(),
             hostname: topology::hostname(),
-            affinity: topology::affinity_mask(),
+            node: numa::node_of(&affinity),
+            affinity,
             quota_millicores,
             headroom,
         }
@@ -117,6 +121,7 @@ impl Record {
             .list(&identity.affinity, |to, word| to.u64(*word))
             .u64(identity.quota_millicores.unwrap_or(u64::MAX))
             .u64(identity.headroom.unwrap_or(u64::MAX))
+            .u32(identity.node.unwrap_or(u32::MAX))
             .text(wish)
             .text(delegate)
             .list(known, |to, (id, place)| to.raw(id).u32(*place))
@@ -147,6 +152,7 @@ impl Record {
             affinity: from.list(Reader::u64)?,
             quota_millicores: limit(from.u64()?),
             headroom: limit(from.u64()?),
+            node: Some(from.u32()?).filter(|node| *node != u32::MAX),
         };
         let (wish, delegate) = (from.text()?, from.text()?);
         let known = from.list(|from| Some((from.array()?, from.u32()?)))?;
@@ -342,6 +348,8 @@ pub struct Offer {
     pub local_cores: u32,
     /// Number of threads that each rank may use.
     pub threads: u32,
+    /// `Nodes` of the ranks, as a list. Only in the first part.
+    pub nodes: Vec<u32>,
     /// Rank 0's pid namespace. The pids in `ranks` are valid only there.
     pub pidns: u64,
     /// (pid, host name) by rank. Only in the first part, and empty for known peers.
@@ -359,6 +367,7 @@ impl Offer {
             .u8(self.backing as u8)
             .u32(self.local_cores)
             .u32(self.threads)
+            .list(&self.nodes, |to, node| to.u32(*node))
             .u64(self.pidns)
             .list(&self.ranks, |to, (pid, host)| to.u32(*pid as u32).text(host))
             .list(&self.process_of, |to, rank| to.u32(*rank))
@@ -379,6 +388,7 @@ impl Offer {
             },
             local_cores: from.u32()?,
             threads: from.u32()?,
+            nodes: from.list(Reader::u32)?,
             pidns: from.u64()?,
             ranks: from.list(|from| Some((from.u32()? as i32, from.text()?)))?,
             process_of: from.list(Reader::u32)?,

@@ -54,6 +54,7 @@ use self::peers::{GroupPeers, KnownPeers, Process};
 use crate::config::Config;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
+use crate::engine::shm::nodes::Nodes;
 use crate::error::{Error, Result, Text, laid_out};
 use crate::host::{Host, Store};
 use crate::os::random;
@@ -69,6 +70,8 @@ pub struct Met {
     pub local_cores: usize,
     /// Number of threads that each rank may use to copy and combine. Equal on every rank.
     pub threads: usize,
+    /// The NUMA nodes of the ranks. Equal on every rank.
+    pub nodes: Nodes,
     /// `Config::policy` of rank 0.
     pub policy: String,
     /// Same as in `Outcome::Hosts`.

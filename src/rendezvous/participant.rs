@@ -12,6 +12,7 @@ use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
+use crate::engine::shm::nodes::Nodes;
 use crate::error::{Error, ErrorKind, Result, laid_out, relaid};
 
 /// The outcome of connecting to rank 0's socket.
@@ -153,6 +154,7 @@ struct Accepted {
     segment: Segment,
     local_cores: usize,
     threads: usize,
+    nodes: Nodes,
     /// The process of each rank. Empty if the ranks are known peers.
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
@@ -282,6 +284,7 @@ fn accept(
     if len < hello_bytes(size) || offer.ranks.len() != if known { 0 } else { size } {
         return Err(wrong("the length"));
     }
+    let nodes = Nodes::of_list(&offer.nodes, size).ok_or_else(|| wrong("the NUMA nodes"))?;
     let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
     if !has_signed(&segment, 0, &decision.nonces[0], &decision.id) {
         return Err(Error::system("rank 0's signature is not in the shared memory"));
@@ -303,8 +306,9 @@ fn accept(
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| unix_socket::pidfd_open(pid).ok()).flatten());
         (Process { pid, host }, pidfd)
     });
+    let peers = peers.collect();
     let (local_cores, threads) = (offer.local_cores.max(1) as usize, offer.threads.max(1) as usize);
-    Ok(Accepted { peers: peers.collect(), segment, local_cores, threads })
+    Ok(Accepted { peers, segment, local_cores, threads, nodes })
 }
 
 /// Returns the pid of another process in this process's pid namespace. 0 if the other process is in a namespace that
@@ -328,19 +332,19 @@ fn await_go(
     let answer = next_message(session, &socket);
     match answer {
         Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == decision.id) => {
-            let Accepted { segment, local_cores, threads, peers } = accepted;
+            let Accepted { segment, local_cores, threads, nodes, peers } = accepted;
             let group_peers = match group_peers {
                 Some(group_peers) => group_peers,
                 None => acquaint(decision.id, session.config.rank, peers, vec![(0, socket)])?,
             };
             let (policy, id) = (decision.policy.clone(), decision.id);
-            Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, threads, policy, id })))
+            Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, threads, nodes, policy, id })))
         }
         other => {
             // Rank 0 may have sent "go" just before. Then the other ranks have a group that includes this rank, and
             // this call tells them that this rank left.
             if let Some(layout) = Layout::of_total(session.config.size, accepted.segment.len()) {
-                Area::new(Arc::new(accepted.segment), layout, session.config.rank).leave();
+                Area::new(Arc::new(accepted.segment), layout, session.config.rank, accepted.nodes).leave();
             }
             other.map(|_| Joined::Dropped)
         }

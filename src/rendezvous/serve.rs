@@ -308,8 +308,8 @@ impl Coordinator<'_, '_> {
             None => acquaint(id, 0, peers, sockets)?,
         };
         let policy = self.session.config.policy.clone();
-        let MemoryToShare { segment, local_cores, threads, .. } = to_share;
-        Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, threads, policy, id })))
+        let MemoryToShare { segment, local_cores, threads, nodes, .. } = to_share;
+        Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, threads, nodes, policy, id })))
     }
 }
 
@@ -378,6 +378,7 @@ fn offers<'f>(
             backing: to_share.segment.backing(),
             local_cores: to_share.local_cores as u32,
             threads: to_share.threads as u32,
+            nodes: if part == 0 { to_share.nodes.list().to_vec() } else { Vec::new() },
             pidns,
             ranks: if part == 0 { ranks.to_vec() } else { Vec::new() },
             process_of: group.iter().map(|(rank, _)| *rank).collect(),
@@ -392,11 +393,13 @@ fn offers<'f>(
 mod tests {
     use super::*;
     use crate::engine::shm::memory::segment::Segment;
+    use crate::engine::shm::nodes::Nodes;
 
     #[test]
     fn a_long_offer_is_split_and_loses_nothing() {
         let (segment, memory) = Segment::create(4096).unwrap();
-        let to_share = MemoryToShare { segment, memory, local_cores: 3, threads: 1, group_peers: None };
+        let to_share =
+            MemoryToShare { segment, memory, local_cores: 3, threads: 1, nodes: Nodes::none(), group_peers: None };
         let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, to_share.memory.as_fd())).collect();
         let messages = offers([7; 16], &to_share, &[(5, "host".into())], 9, &processes);
         let mut ranks = Vec::new();

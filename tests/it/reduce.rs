@@ -140,6 +140,24 @@ fn run(
     }
 }
 
+/// Like `run`, but combines the first `cut` inputs, continues with all but the last of the rest, and ends with the last.
+fn run_in_parts(kernel: &reduce::Kernel, inputs: &[Vec<u8>], factors: &[f64], cut: usize) -> Vec<u8> {
+    let elements = inputs[0].len() / kernel.element_size();
+    let sources: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr()).collect();
+    let (mut sums, mut out) = (vec![0x5a; elements * kernel.accumulator_size()], vec![0xa5; inputs[0].len()]);
+    let of = |from: usize, until: usize| (&sources[from..until], factors.get(from..until).unwrap_or(&[]));
+    let last = inputs.len() - 1;
+    let ((first, scaled), (middle, by), (rest, finally)) =
+        (of(0, cut), of(cut, last.max(cut)), of(last.max(cut), last + 1));
+    // SAFETY: every pointer is to `elements` elements or accumulators. The buffers do not overlap.
+    unsafe {
+        kernel.accumulate(sums.as_mut_ptr(), std::ptr::null(), first, scaled, elements);
+        kernel.accumulate(sums.as_mut_ptr(), sums.as_ptr(), middle, by, elements);
+        kernel.finish(out.as_mut_ptr(), sums.as_ptr(), rest, finally, elements);
+    }
+    out
+}
+
 fn assert_same(dtype: Dtype, got: &[u8], expected: &[u8], what: &dyn std::fmt::Debug) {
     if got != expected {
         let size = dtype.size();
@@ -177,6 +195,10 @@ fn check(dtype: Dtype, ranks: usize) {
                     };
                     try_it(0, None);
                     try_it(1, None);
+                    for cut in [1, ranks / 2, ranks - 1].into_iter().filter(|cut| (1..ranks).contains(cut)) {
+                        let got = run_in_parts(&kernel, &inputs, &factors, cut);
+                        assert_same(dtype, &got, &expected, &(op, level, ranks, count, wild, "cut", cut));
+                    }
                     // In place on every source if the run is short, else only on the first and the last source.
                     for source in (0..ranks).filter(|s| count < 100 || *s == 0 || s + 1 == ranks) {
                         try_it(0, Some(source));

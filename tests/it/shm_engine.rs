@@ -22,6 +22,8 @@ use crate::common::schedules::{rank_now, ranks, under_schedules};
 use crate::common::{Buffers, Random, Spec, on_memory, on_ranks};
 use sagellm::engine::shm::Shm;
 use sagellm::engine::shm::memory::area::Area;
+use sagellm::engine::shm::memory::layout::Layout;
+use sagellm::engine::shm::nodes::Nodes;
 use sagellm::engine::{Ended, Engine};
 use sagellm::error::Error;
 use sagellm::op::Op;
@@ -213,14 +215,35 @@ thread_local! {
 /// Runs one schedule: all ranks run a random program with some calls in flight, then leave. With `death`, one rank ends
 /// in the middle; the others run until nothing moves any more.
 fn schedule(count: usize, calls: usize, death: bool) {
+    let areas = sagellm::engine::local::areas(count).unwrap();
+    schedule_over(areas, calls, &SIZES, death);
+}
+
+/// Like `schedule`, for ranks that act as if they were bound to NUMA nodes, with small stage buffers.
+fn schedule_on(nodes: &[u32], calls: usize, death: bool) {
+    let sizes = Sizes { reachable: &[5000, 20_000, 60_000], ..SIZES };
+    schedule_over(areas_on(nodes), calls, &sizes, death);
+}
+
+fn areas_on(nodes: &[u32]) -> Vec<Arc<Area>> {
+    let layout = Layout::new(nodes.len(), 1, Layout::smallest(nodes.len())).unwrap();
+    let nodes = Nodes::of(&nodes.iter().copied().map(Some).collect::<Vec<_>>());
+    sagellm::engine::local::areas_of(layout, &nodes).unwrap()
+}
+
+fn schedule_over(areas: Vec<Arc<Area>>, calls: usize, sizes: &Sizes, death: bool) {
     let mut random = Random::new(thread_rng().r#gen());
-    let (program, burst) = program(&mut random, count, calls, &SIZES);
+    let (program, burst) = program(&mut random, areas.len(), calls, sizes);
+    schedule_of(areas, (program, burst), random, death);
+}
+
+fn schedule_of(areas: Vec<Arc<Area>>, (program, burst): (Vec<Call>, bool), mut random: Random, death: bool) {
+    let (count, calls) = (areas.len(), program.len());
     let death = death.then(|| Death { rank: random.below(count), after: random.below(40 * calls / 10) as u64 });
     // The number of calls that a rank has in flight: some ranks wait for each call, some issue the whole program.
     let window = |_| if burst { calls } else { random.pick(&[1, 3, 8, calls]) };
     let windows: Vec<usize> = (0..count).map(window).collect();
     let policy = policy(random.below(2) == 0);
-    let areas = sagellm::engine::local::areas(count).unwrap();
     let house = Arc::new(House::new(count));
     let (points, switch) = (AtomicU64::new(0), shuttle::sync::atomic::AtomicU64::new(0));
     let hook = fault_points::on_this_thread(move |point| {
@@ -334,14 +357,37 @@ fn reached() -> Vec<FaultPoint> {
 fn random_programs_of_many_ranks_give_the_reference_under_random_schedules() {
     under_schedules(50, || schedule(4, 90, false));
     under_schedules(40, || schedule(8, 50, false));
+    under_schedules(25, || schedule_on(&[0, 0, 1, 1], 50, false));
+    under_schedules(20, || schedule_on(&[4, 4, 0, 0, 1, 1], 40, false));
     under_schedules(4, || schedule(18, 40, false)); // with so many ranks, senders mark their messages at the receiver
     for (_, point) in FaultPoint::ALL.into_iter().enumerate().filter(|(at, _)| *at < FaultPoint::Sleeping as usize) {
         assert!(reached().contains(&point), "{} was never reached", point.name());
     }
 }
 
+/// The root of a broadcast continues when its data is staged. The sums of its next operation must not overwrite what a
+/// peer still reads.
+#[test]
+fn sums_that_go_from_node_to_node_use_no_stage_that_a_peer_still_reads() {
+    under_schedules(60, || {
+        let mut random = Random::new(thread_rng().r#gen());
+        let call = |at: usize| {
+            let (kind, count, reachable) =
+                if at.is_multiple_of(2) { (Kind::Broadcast, 9000, false) } else { (Kind::AllReduce, 20_000, true) };
+            let (dtype, op, seed) = (Dtype::F32, ReduceOp::Sum, at as u64);
+            let spec = Spec { kind, dtype, op, root: at % 3, count, skew: 0, in_place: true, pieces: 1, seed };
+            Call::Collective(spec, reachable)
+        };
+        let program: Vec<Call> = (0..8).map(call).collect();
+        let burst = random.below(2) == 0; // each rank issues the whole program
+        schedule_of(areas_on(&[0, 0, 1, 1]), (program, burst), random, false);
+    });
+}
+
 #[test]
 fn rule_21_a_rank_that_ends_at_a_fault_point_leaves_whole_results_and_all_that_wait_know_for_whom() {
     under_schedules(100, || schedule(4, 30, true));
     under_schedules(60, || schedule(8, 25, true));
+    under_schedules(60, || schedule_on(&[0, 0, 1, 1], 25, true));
+    under_schedules(40, || schedule_on(&[0, 0, 1, 1, 2, 2], 20, true));
 }

@@ -5,7 +5,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::common::reference::{is_defined, reference_all};
 use crate::common::{Memory, Random, Spec, cut, on_ranks, plain};
+use sagellm::engine::local;
+use sagellm::engine::shm::memory::layout::Layout;
+use sagellm::engine::shm::nodes::Nodes;
 use sagellm::group::Group;
 use sagellm::os::topology;
 use sagellm::types::{Dtype, Kind, ReduceOp};
@@ -217,6 +221,143 @@ fn a_rank_that_goes_on_after_the_operation_has_failed_changes_nothing() {
                 }
             } else if op.wait(None).is_ok() {
                 assert!(memory.iter().all(|byte| *byte == 2), "a success with wrong numbers");
+            }
+        });
+    }
+}
+
+/// Groups whose ranks act as if they were bound to these NUMA nodes. Their stage buffers are small, so that a chunk of a
+/// sum that is made node by node is small too.
+fn groups_on(nodes: &[u32]) -> Vec<Arc<Group>> {
+    let ranks = nodes.len();
+    let layout = Layout::new(ranks, 1, Layout::smallest(ranks)).unwrap();
+    let known: Vec<_> = nodes.iter().copied().map(Some).collect();
+    Group::over(local::areas_of(layout, &Nodes::of(&known)).unwrap(), Duration::from_secs(60))
+}
+
+/// Nodes on which a sum is made node by node, and some on which it is not: nodes with different numbers of ranks, and
+/// ranks in no order. On all of them a broadcast is made node by node.
+const NODES: [&[u32]; 8] = [
+    &[0, 1],
+    &[0, 0, 1, 1],
+    &[0, 1, 2],
+    &[5, 5, 2, 2, 7, 7],
+    &[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1],
+    &[0, 0, 1],
+    &[0, 1, 0, 1],
+    &[3, 0, 0, 0],
+];
+
+/// Like `Spec::expected`, for every dtype and reduction.
+fn expected(spec: &Spec, me: usize, ranks: usize) -> Vec<u8> {
+    let reduced = |to: usize, bytes: usize| {
+        let inputs: Vec<Vec<u8>> = (0..ranks).map(|q| spec.data(q, to, bytes)).collect();
+        let factors = if let ReduceOp::PremulSum(factor) = spec.op { vec![factor; ranks] } else { Vec::new() };
+        reference_all(spec.dtype, spec.op, &inputs, &factors)
+    };
+    match spec.kind {
+        Kind::AllReduce => reduced(0, spec.block(0, 0)),
+        Kind::Reduce if me == spec.root => reduced(0, spec.block(0, 0)),
+        Kind::ReduceScatter => reduced(me, spec.block(0, me)),
+        _ => spec.expected(me, ranks),
+    }
+}
+
+#[test]
+fn rule_17_sums_that_are_made_node_by_node_have_the_same_bits() {
+    const OPS: [ReduceOp; 6] =
+        [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Bor, ReduceOp::PremulSum(3.0)];
+    const DTYPES: [Dtype; 7] = [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::F64, Dtype::I32, Dtype::U8, Dtype::C64];
+    const TURNS: usize = 40;
+    for nodes in NODES {
+        let sizes = [4200, 17_000, 40_001, if nodes.len() > 4 { 60_000 } else { 300_000 }];
+        let (ranks, groups) = (nodes.len(), groups_on(nodes));
+        on_ranks(ranks, |me| {
+            let (mut common, mut own) = (Random::new(ranks as u64), Random::new(900 + me as u64));
+            let mut mapped = 0;
+            for turn in 0..TURNS {
+                let (dtype, op) = (common.pick(&DTYPES), common.pick(&OPS));
+                let kind = common.pick(&[
+                    Kind::AllReduce,
+                    Kind::AllReduce,
+                    Kind::Reduce,
+                    Kind::Broadcast,
+                    Kind::ReduceScatter,
+                ]);
+                let spec = Spec {
+                    dtype,
+                    op: if is_defined(dtype, op) { op } else { ReduceOp::Sum },
+                    pieces: 1 + common.below(2),
+                    ..spec(kind, common.pick(&sizes), common.next(), ranks)
+                };
+                // Operations whose data is staged use the same stage buffers.
+                let shared = common.below(4) > 0;
+                let buffers = spec.buffers(me, ranks);
+                let mut buffers = if shared { buffers.in_arena() } else { buffers };
+                if own.below(30) == 0 {
+                    std::thread::sleep(Duration::from_micros(300));
+                }
+                let request = spec.request(&mut buffers);
+                if common.below(3) == 0 {
+                    groups[me].issue(request, None).unwrap().wait(None).unwrap();
+                } else {
+                    groups[me].run(request, None).unwrap_or_else(|error| panic!("rank {me}: {turn} {spec:?}: {error}"));
+                }
+                let (found, expected) = (buffers.result(), expected(&spec, me, ranks));
+                assert!(found[..expected.len()] == expected[..], "rank {me} on {nodes:?}: {turn} {spec:?}");
+                mapped += usize::from(last_path(&groups[me]) == "mapped");
+            }
+            assert!(mapped > TURNS / 3, "{mapped} of {TURNS} on {nodes:?}");
+        });
+    }
+}
+
+#[test]
+fn several_sums_node_by_node_are_under_way_at_once() {
+    let nodes = [0, 0, 1, 1];
+    let groups = groups_on(&nodes);
+    on_ranks(4, |me| {
+        for turn in 0..20 {
+            let specs: Vec<Spec> =
+                (0..6).map(|at| spec(Kind::AllReduce, [70_000, 5000, 300][at % 3], turn * 10 + at as u64, 4)).collect();
+            let mut all: Vec<_> = specs
+                .iter()
+                .enumerate()
+                .map(|(at, spec)| {
+                    let buffers = spec.buffers(me, 4);
+                    if at == 3 { buffers } else { buffers.in_arena() }
+                })
+                .collect();
+            let ops: Vec<_> = specs
+                .iter()
+                .zip(&mut all)
+                .map(|(spec, buffers)| groups[me].issue(spec.request(buffers), None).unwrap())
+                .collect();
+            ops.iter().for_each(|op| op.wait(None).unwrap());
+            specs.iter().zip(&all).for_each(|(spec, buffers)| spec.check(buffers, me, 4));
+        }
+    });
+}
+
+#[test]
+fn a_rank_of_a_chain_that_goes_on_after_the_operation_has_failed_changes_nothing() {
+    for turn in 0..20u64 {
+        let groups = groups_on(&[0, 0, 1, 1]);
+        on_ranks(4, |me| {
+            acquaint(&groups[me], me, 4);
+            let mut memory = Memory::shared(&vec![1; 4 << 20]);
+            let request = plain(Kind::AllReduce, 0, cut(&mut memory, 1, 1), cut(&mut memory, 1, 1));
+            let Ok(op) = groups[me].issue(request, None) else { return }; // another rank has already aborted
+            if me == turn as usize % 4 {
+                std::thread::sleep(Duration::from_micros(turn * 50));
+                groups[me].abort("the test gives up");
+                if op.wait(None).is_err() {
+                    memory.fill(9);
+                    std::thread::sleep(Duration::from_millis(20));
+                    assert!(memory.iter().all(|byte| *byte == 9), "a late write arrived");
+                }
+            } else if op.wait(None).is_ok() {
+                assert!(memory.iter().all(|byte| *byte == 4), "a success with wrong numbers");
             }
         });
     }

@@ -9,6 +9,7 @@ use sagellm::engine::local;
 use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::shm::memory::layout::{Layout, Part};
 use sagellm::engine::shm::memory::segment::{Segment, page_size};
+use sagellm::engine::shm::nodes::Nodes;
 use sagellm::error::Result;
 use sagellm::group::Group;
 use sagellm::types::{ANY_RANK, Kind};
@@ -129,7 +130,7 @@ fn with_little_on_rank_1(ranks: usize, headroom: fn() -> Option<u64>) -> Vec<Arc
     let layout = Layout::within(ranks, 1, usize::MAX).unwrap();
     let segment = Arc::new(Segment::anonymous(layout.total()).unwrap());
     let area = |me: usize| {
-        let area = Area::new(Arc::clone(&segment), layout, me).with_headroom(|| None);
+        let area = Area::new(Arc::clone(&segment), layout, me, Nodes::none()).with_headroom(|| None);
         Arc::new(if me == 1 { area.with_headroom(headroom) } else { area })
     };
     (0..ranks).map(area).collect()

@@ -189,6 +189,7 @@ class Options:
         vendor: str = "auto",
         topology: str = "",
         measure_link: bool = True,
+        numa: bool = False,
         threads: int = 0,
         links: int = 1,
         soft_timeout: float | None = None,
@@ -217,6 +218,10 @@ class Options:
     #: False, the start rules select them. Rank 0's value applies to the group; SAGELLM_MEASURE_LINK overrides it; see
     #: docs/choosing.md.
     measure_link: bool
+    #: Whether large CPU tensors that peers can reach are summed and broadcast NUMA node by node, if a host has at least
+    #: 13 ranks of the group, each bound to one node. The results have the same bits. Each host's first rank decides for
+    #: its host; SAGELLM_NUMA overrides it; see docs/tuning.md.
+    numa: bool
     #: Largest number of torch's threads that copy and combine large CPU tensors while a thread of this rank waits, in a
     #: synchronous call or in ``wait()``. 0 means ``torch.get_num_threads()``, but at most one thread per core for all
     #: ranks of a host together. No rank uses more threads than it has cores. All ranks of a group use the smallest

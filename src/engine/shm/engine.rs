@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::bulk::{Bases, Bulk, Rounds, Step};
-use super::mapped::{Arenas, Mapped, Outcome};
+use super::mapped::{Arenas, Context, Mapped, Outcome};
 use super::memory::area;
 use super::memory::area::Area;
 use super::memory::layout::SLOT_BYTES;
@@ -220,13 +220,16 @@ impl Shm {
                 }
                 Ok((step, true))
             }
-            Phase::Mapped(mapped) => match mapped.step(area, op, kernel.as_ref(), &self.arenas)? {
-                Outcome::Step(step) => Ok((step, true)),
-                Outcome::Staged => {
-                    *phase = Phase::Rounds(Rounds::new(op, chunk_of(*path)));
-                    Ok((Step::Moved, true))
+            Phase::Mapped(mapped) => {
+                let (kernel, arenas) = (kernel.as_ref(), &self.arenas);
+                match mapped.step(&Context { area, op, kernel, arenas, round: self.bases.stage })? {
+                    Outcome::Step(step) => Ok((step, true)),
+                    Outcome::Staged => {
+                        *phase = Phase::Rounds(Rounds::new(op, chunk_of(*path)));
+                        Ok((Step::Moved, true))
+                    }
                 }
-            },
+            }
         }
     }
 
@@ -401,10 +404,11 @@ impl Engine for Shm {
     fn describe(&self) -> String {
         let layout = &self.area.layout;
         format!(
-            "shared memory, segment of {} KiB, slots of {SLOT_BYTES} bytes x {}, stage of {} KiB{}",
+            "shared memory, segment of {} KiB, slots of {SLOT_BYTES} bytes x {}, stage of {} KiB{}{}",
             layout.total() >> 10,
             layout.depth,
             layout.stage_bytes >> 10,
+            self.area.nodes.described(),
             self.policy.verify.described(),
         )
     }

@@ -15,6 +15,7 @@
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
 //! | `headers` | what each rank called, and the errors if they differ |
 //! | `table` | the sizes of the blocks of an all_to_all |
+//! | `nodes` | which ranks share a NUMA node |
 //! | `results` | compares the ranks' results, if the group asks for it |
 //! | `memory/arena`, `memory/extents` | this process's tensors that peers can reach; which of their pages are in use |
 //! | `memory/reach` | the peers' arenas, mapped into this process |
@@ -31,6 +32,7 @@ mod engine;
 mod headers;
 pub mod mapped;
 pub mod memory;
+pub mod nodes;
 pub mod p2p;
 pub mod protocol;
 pub mod rank_set;

@@ -29,6 +29,12 @@
 //! no rank reads its inputs any more and that its outputs are complete; then its operation ends. The word is 0 before
 //! the slot is published.
 //!
+//! **Chains.** A sum that is made node by node (`mapped/chain.rs`) goes from a rank to the rank after it in chunks, through
+//! the two stage buffers of the earlier one. `Folded = c + 1` in the slot of the operation means that the rank has
+//! combined chunk `c` of its node, and no longer reads what the rank before it had in its buffer. A rank may fill its
+//! buffer with chunk `c` when the rank after it has `Folded >= c - 1`. `Spread = c + 1` means that chunk `c` of the result
+//! is in the outputs of the rank's node. Both words are 0 before the slot is published.
+//!
 //! **Hashes.** If results are compared (`results`), a rank whose result of operation `n` is complete stores the hash
 //! (release) before `Done = n`. The words of the last `4 * depth` operations are kept. Before a rank publishes
 //! operation `n + depth`, it has loaded `Done >= n` from every peer, so from then on it finds each peer's hash of `n`.
@@ -56,6 +62,12 @@ pub enum Word {
     /// In the slot of operation `n`: `n` when `rank` has done its part, 0 before. Written after the last access to a
     /// peer's tensor (release), read before the tensors are used again (acquire).
     Moved { rank: usize, n: u64 },
+    /// In the slot of operation `n`: the number of chunks that `rank` has combined for the rank after it. Written after
+    /// the chunk (release), read before the chunk is read and before the buffer is filled again (acquire).
+    Folded { rank: usize, n: u64 },
+    /// In the slot of operation `n`: the number of chunks of the result that `rank` has written. Written after the
+    /// result (release), read before it is copied (acquire).
+    Spread { rank: usize, n: u64 },
     /// The hash of `rank`'s result of operation `n`, with a mark that distinguishes `n` from other operations that use
     /// the same word. Written when the result is complete on `rank` (release), read by peers later (acquire).
     Hash { rank: usize, n: u64 },
@@ -156,6 +168,28 @@ pub fn moved<W: Words>(words: &W, me: usize, n: u64) {
 /// Whether `rank`, which has published operation `n`, has done its part of it.
 pub fn has_moved<W: Words>(words: &W, rank: usize, n: u64) -> bool {
     words.load(Word::Moved { rank, n }) == n
+}
+
+/// Whether a rank of a chain may combine chunk `c` of operation `n`, which all ranks have published: the rank before it
+/// has done so, and the rank after it no longer reads the buffer.
+pub fn may_fold<W: Words>(words: &W, before: Option<usize>, after: Option<usize>, n: u64, c: u64) -> bool {
+    before.is_none_or(|rank| words.load(Word::Folded { rank, n }) > c)
+        && after.is_none_or(|rank| c < 2 || words.load(Word::Folded { rank, n }) >= c - 1)
+}
+
+/// Publishes that `me` has combined chunk `c`.
+pub fn folded<W: Words>(words: &W, me: usize, n: u64, c: u64) {
+    words.store(Word::Folded { rank: me, n }, c + 1);
+}
+
+/// Whether chunk `c` of the result may be copied from the output of `rank`.
+pub fn has_spread<W: Words>(words: &W, rank: usize, n: u64, c: u64) -> bool {
+    words.load(Word::Spread { rank, n }) > c
+}
+
+/// Publishes that chunk `c` of the result is in the outputs of the node of `me`.
+pub fn spread<W: Words>(words: &W, me: usize, n: u64, c: u64) {
+    words.store(Word::Spread { rank: me, n }, c + 1);
 }
 
 /// Access to the words that show whether another rank has given up its operations.

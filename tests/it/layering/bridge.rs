@@ -18,7 +18,7 @@ const FACTS: [(&str, &[&str], &str); 14] = [
     ("RustDevices::list_operations", &["kind"], "the operation that the list belongs to"),
     ("RustDevices::retire", &["drained"], "no operation is under way; the engine decides what follows from it"),
     ("RustDevices::close", &["drained"], "no operation is under way; the engine decides what follows from it"),
-    ("Setup", &["fusion", "strict", "measure_link", "threads_named"], "options of the group"),
+    ("Setup", &["fusion", "strict", "measure_link", "numa", "threads_named"], "options of the group"),
     ("Call", &["kind", "dtype", "op"], "the operation"),
     ("Call", &["staged"], "whether tensors are copied"),
     ("CallNote", &["counts", "host_staged"], "what the statistics count, and whether the tensors were on a device"),

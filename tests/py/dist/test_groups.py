@@ -408,6 +408,7 @@ def options_of(group: Any) -> dict[str, Any]:
         "vendor",
         "topology",
         "measure_link",
+        "numa",
         "soft_timeout",
         "verify",
     ]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from fault.helpers import nothing_left
 from harness import Context, beyond_gloo, expect_raises, launch, run_fresh
+from nodes import bind, needs_two_cpus
 
 import torch_sagellm
 
@@ -75,9 +76,12 @@ def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
     return all(bool((result[rank * part : (rank + 1) * part] == rank + 1).all()) for rank in range(ranks))
 
 
-def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
-    """Calls until a call fails. Ranks that were not stopped then overwrite their tensors, which no peer may change."""
-    ctx.init()
+def until_it_fails(ctx: Context, kind: str, victim: int, nodes: bool = False) -> str:
+    """Calls until a call fails. Ranks that were not stopped then overwrite their tensors, which no peer may change. If
+    `nodes`, each half of the ranks is bound to a NUMA node."""
+    if nodes:
+        assert not bind(ctx.rank * 2 // ctx.world_size)
+    ctx.init(pg_options=torch_sagellm.Options(numa=nodes))
     mine, result = torch_sagellm.empty(COUNT), torch_sagellm.empty(COUNT)
     bystander = torch_sagellm.shared(torch.arange(1000.0))
     turn = 0
@@ -109,10 +113,10 @@ def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
     return said
 
 
-def stop_and_continue(kind: str, ranks: int, seed: int) -> None:
+def stop_and_continue(kind: str, ranks: int, seed: int, nodes: bool = False) -> None:
     draw = random.Random(seed)
     victim = draw.randrange(ranks)
-    with launch(until_it_fails, ranks, kind, victim) as job:
+    with launch(until_it_fails, ranks, kind, victim, nodes) as job:
         for rank in range(ranks):
             assert job.hear(rank) == "running", job.report()
         for rank in range(ranks):
@@ -138,6 +142,20 @@ def stop_and_continue(kind: str, ranks: int, seed: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rule_36_a_rank_that_was_stopped_changes_nothing_when_it_goes_on(kind: str, ranks: int, turn: int) -> None:
     stop_and_continue(kind, ranks, zlib.crc32(f"{kind} {ranks} {turn}".encode()))
+
+
+@needs_two_cpus
+@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "broadcast"])
+def test_rule_36_a_rank_of_a_numa_node_that_was_stopped_changes_nothing_when_it_goes_on(kind: str, turn: int) -> None:
+    """With 14 ranks on two nodes, sums go from node to node, and results back (`src/engine/shm/mapped/chain.rs`)."""
+    if impossible := run_fresh(can_bind, 1)[0]:
+        pytest.skip(impossible)
+    stop_and_continue(kind, 14, zlib.crc32(f"nodes {kind} {turn}".encode()), nodes=True)
+
+
+def can_bind(_: Context) -> str:
+    return bind(0)
 
 
 def until_a_rank_dies(ctx: Context, kind: str) -> None:

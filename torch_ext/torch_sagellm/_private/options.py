@@ -21,6 +21,7 @@ OPTIONS: dict[str, type] = {
     "vendor": str,
     "topology": str,
     "measure_link": bool,
+    "numa": bool,
     "threads": int,
     "links": int,
     "soft_timeout": Real,

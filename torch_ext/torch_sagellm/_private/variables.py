@@ -116,6 +116,7 @@ RULES: dict[str, Rule] = {
         words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True
     ),
     "SAGELLM_MEASURE_LINK": _overrides("measure_link", _switch),
+    "SAGELLM_NUMA": _overrides("numa", _switch),
     "SAGELLM_ON_DEVICE_FAILURE": _overrides("on_device_failure", words("raise", "exit", "none")),
     "SAGELLM_RING": Rule(_whole, "a group remembers 1024 operations"),
     "SAGELLM_SHARED_BYTES": Rule(_whole, "half of the free memory is the limit"),

@@ -15,6 +15,9 @@
 //! | broadcast | N/P read, N (P-1)/P written | - |
 //! | scatter, gather | (P-1)/P of a block, read and written once; the root also its own block | - |
 //!
+//! If there are many ranks, bound to several NUMA nodes (`Nodes`), a sum is made node by node (`chain.rs`), and in a
+//! broadcast each rank writes only into outputs on its node.
+//!
 //! Steps: two exchanges (the headers, then the notices that the parts are done). Source: the single-copy collectives of
 //! XPMEM-based MPI libraries (Open MPI's coll/xhc), here over memory that needs no kernel module.
 //!
@@ -31,11 +34,14 @@
 
 #![allow(unsafe_code)] // reads and writes the tensors of peers
 
+mod chain;
 mod offer;
 mod part;
 
+use std::ops::Range;
 use std::sync::atomic::{Ordering, fence};
 
+use self::chain::Chain;
 use self::offer::Theirs;
 pub use self::offer::{Arenas, Offer};
 use self::part::{Part, Shape};
@@ -69,6 +75,8 @@ pub struct Mapped {
     work: Option<Work>,
     /// Bytes of this rank's part that are done.
     at: usize,
+    /// Replaces `at` if the sum is made node by node.
+    chain: Chain,
     /// Whether this rank's part is done and published.
     told: bool,
     timer: ChunkTimer,
@@ -88,13 +96,24 @@ pub enum Outcome {
     Staged,
 }
 
+/// What an operation needs to advance.
+pub struct Context<'a> {
+    pub area: &'a Area,
+    pub op: &'a Op,
+    pub kernel: Option<&'a Kernel>,
+    pub arenas: &'a Arenas,
+    /// The next round of the stage (`bulk::Bases`).
+    pub round: u64,
+}
+
 impl Mapped {
     pub fn new(op: &Op, offer: Offer) -> Mapped {
-        Mapped { offer, seen: 0, work: None, at: 0, told: false, timer: ChunkTimer::new(op) }
+        Mapped { offer, seen: 0, work: None, at: 0, chain: Chain::default(), told: false, timer: ChunkTimer::new(op) }
     }
 
     /// Does at most one step of this rank's part.
-    pub fn step(&mut self, area: &Area, op: &Op, kernel: Option<&Kernel>, arenas: &Arenas) -> Result<Outcome> {
+    pub fn step(&mut self, context: &Context) -> Result<Outcome> {
+        let &Context { area, op, arenas, .. } = context;
         if self.seen < area.ranks {
             self.seen = headers::look(area, op, self.seen, |_| true)?;
             if (0..area.ranks).any(|q| Slots::is_published(area, q, op.number) && area.offer(q, op.number) == 0) {
@@ -113,38 +132,49 @@ impl Mapped {
             op.record_choice(Choice::MAPPED.code());
         }
         let work = self.work.as_ref().expect("agreed above");
-        if !self.told {
-            if !protocol::was_whole(area) {
-                return Ok(Outcome::Step(Step::Blocked)); // the group finds the reason
-            }
-            let whole = work.part.bytes();
-            if self.at < whole {
-                let bytes = (STEP_BYTES * threads::count()).min(whole - self.at);
-                fault_points::reached(FaultPoint::PartBegun);
-                let began = self.timer.begin(op);
-                let at = self.at;
-                threads::split(bytes, |start, length| {
-                    // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
-                    // checked that the part is within them. No two ranges have a byte in common.
-                    unsafe { work.advance(area.me, kernel, at + start, length) }
-                });
-                let timing = &op.timing;
-                self.timer.end(if op.request.kind.reduces() { &timing.reducing } else { &timing.copying }, began);
-                self.at += bytes;
-            }
-            if self.at == whole && protocol::was_whole(area) {
-                fault_points::reached(FaultPoint::PartDone);
-                protocol::moved(area, area.me, op.number);
-                fault_points::reached(FaultPoint::PartPublished);
-                self.told = true;
-            }
-            return Ok(Outcome::Step(Step::Moved));
+        if self.told {
+            let missing = (0..area.ranks).find(|q| !protocol::has_moved(area, *q, op.number));
+            return Ok(Outcome::Step(missing.map_or(Step::Done, |rank| {
+                self.timer.misses(rank);
+                Step::Blocked
+            })));
         }
-        let missing = (0..area.ranks).find(|q| !protocol::has_moved(area, *q, op.number));
-        Ok(Outcome::Step(missing.map_or(Step::Done, |rank| {
-            self.timer.misses(rank);
-            Step::Blocked
-        })))
+        if !protocol::was_whole(area) {
+            return Ok(Outcome::Step(Step::Blocked)); // the group finds the reason
+        }
+        let (moved, done) = match &work.part {
+            Part::Chain { .. } => self.chain.step(work, context, &mut self.timer)?,
+            _ => (true, self.advance(context)),
+        };
+        if done && protocol::was_whole(area) {
+            fault_points::reached(FaultPoint::PartDone);
+            protocol::moved(area, area.me, op.number);
+            fault_points::reached(FaultPoint::PartPublished);
+            self.told = true;
+        }
+        Ok(Outcome::Step(if moved || self.told { Step::Moved } else { Step::Blocked }))
+    }
+
+    /// Does the next step of a part that waits for no other rank. Returns whether the part is done.
+    fn advance(&mut self, context: &Context) -> bool {
+        let &Context { area, op, kernel, .. } = context;
+        let work = self.work.as_ref().expect("agreed before");
+        let whole = work.part.bytes();
+        if self.at < whole {
+            let bytes = (STEP_BYTES * threads::count()).min(whole - self.at);
+            fault_points::reached(FaultPoint::PartBegun);
+            let began = self.timer.begin(op);
+            let at = self.at;
+            threads::split(bytes, |start, length| {
+                // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
+                // checked that the part is within them. No two ranges have a byte in common.
+                unsafe { work.advance(area.me, kernel, at + start, length) }
+            });
+            let timing = &op.timing;
+            self.timer.end(if op.request.kind.reduces() { &timing.reducing } else { &timing.copying }, began);
+            self.at += bytes;
+        }
+        self.at == whole
     }
 
     /// True while the operation cannot end before `peer` makes further progress. A peer that left has given up its part
@@ -202,6 +232,7 @@ fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
         total_out: Pieces(request.outputs()).bytes(),
         in_blocks: &request.in_blocks,
         out_blocks: &request.out_blocks,
+        nodes: &area.nodes,
     };
     let part = Part::of(&shape, &tables);
     let sizes = |spans: fn(&Theirs) -> &[_]| theirs.iter().map(|one| Pieces(spans(one)).bytes()).collect::<Vec<_>>();
@@ -255,14 +286,10 @@ impl Work {
                     start += piece.bytes;
                 }
             }
-            Part::Spread { root, at: start, .. } => {
+            Part::Spread { root, at: start, targets, .. } => {
                 let source = Pieces(&self.theirs[*root].inputs);
-                for (next, length) in in_cache(at, bytes) {
-                    for (_, to) in self.theirs.iter().enumerate().filter(|(rank, _)| rank != root) {
-                        // SAFETY: the caller vouches for it. The outputs of different ranks do not overlap.
-                        unsafe { transfer(source, start + next, Pieces(&to.outputs), start + next, length) };
-                    }
-                }
+                // SAFETY: the caller vouches for it.
+                unsafe { self.copy_to(targets, source, start + at, bytes) };
             }
             Part::Fold { from, to, targets, .. } => {
                 let kernel = kernel.expect("a reducing operation has a kernel");
@@ -271,17 +298,37 @@ impl Work {
                     unsafe { self.fold(me, kernel, (from + next, to + next, length), targets) };
                 }
             }
+            Part::Chain { .. } => unreachable!("waits for other ranks (`Chain::step`)"),
         }
     }
 
-    /// Combines `bytes` of all inputs at `from` and writes them into the outputs of `targets` at `to`.
+    /// Copies `bytes` of `source` at `at` into the outputs of `targets` at `at`.
     ///
     /// # Safety
-    /// The ranges must be within all tensors, and no other rank may access them in this operation.
-    unsafe fn fold(&self, me: usize, kernel: &Kernel, (from, to, bytes): (usize, usize, usize), targets: &[usize]) {
+    /// The range must be within `source` and all these outputs. No other rank may write it in `source` or access it in
+    /// the outputs.
+    unsafe fn copy_to(&self, targets: &[usize], source: Pieces, at: usize, bytes: usize) {
+        for (next, length) in in_cache(at, bytes) {
+            for rank in targets {
+                // SAFETY: the caller vouches for it. The outputs of different ranks do not overlap.
+                unsafe { transfer(source, next, Pieces(&self.theirs[*rank].outputs), next, length) };
+            }
+        }
+    }
+
+    /// Calls `combine` with the addresses of `bytes` bytes at `from` in the inputs of `ranks`. Copies those that are not
+    /// contiguous.
+    ///
+    /// # Safety
+    /// The range must be within these inputs, and no other rank may write it during the call.
+    unsafe fn with_sources(
+        &self,
+        ranks: Range<usize>,
+        (from, bytes): (usize, usize),
+        combine: impl FnOnce(&[*const u8]),
+    ) {
         let mut gathered: Vec<Vec<u8>> = Vec::new();
-        let sources: Vec<*const u8> = self
-            .theirs
+        let sources: Vec<*const u8> = self.theirs[ranks]
             .iter()
             .map(|one| {
                 let inputs = Pieces(&one.inputs);
@@ -297,18 +344,46 @@ impl Work {
                 )
             })
             .collect();
+        combine(&sources);
+    }
+
+    /// Calls `combine` with an address for `bytes` bytes of a result, then writes the result into the outputs of
+    /// `targets` at `to`. The address is in this rank's output if this rank is a target, otherwise in the first
+    /// target's. From there the result is copied to the other targets, while it is in the cache.
+    ///
+    /// # Safety
+    /// The range must be within these outputs, and no other rank may access it during the call.
+    unsafe fn with_result(
+        &self,
+        me: usize,
+        targets: &[usize],
+        (to, bytes): (usize, usize),
+        combine: impl FnOnce(*mut u8),
+    ) {
         let outputs = |rank: usize| Pieces(&self.theirs[rank].outputs);
-        // Reduces into this rank's output if this rank is a target, otherwise into the first target's. From there the
-        // result is copied to the other targets, while it is in the cache.
         let first = if targets.contains(&me) { me } else { targets[0] };
         let direct = outputs(first).contiguous(to, bytes);
         let mut scratch = vec![0; if direct.is_some() { 0 } else { bytes }];
         let result = direct.unwrap_or(scratch.as_mut_ptr());
-        // SAFETY: the function's contract. An output is exactly an input or overlaps none (the contract of `Request`).
-        unsafe { kernel.reduce(result, &sources, &self.factors, bytes / kernel.element_size()) };
+        combine(result);
         for rank in targets.iter().filter(|rank| **rank != first || direct.is_none()) {
-            // SAFETY: as above. The result does not overlap the outputs of other ranks.
+            // SAFETY: the function's contract. The result does not overlap the outputs of other ranks.
             unsafe { outputs(*rank).write(to, result, bytes) };
+        }
+    }
+
+    /// Combines `bytes` of all inputs at `from` and writes them into the outputs of `targets` at `to`.
+    ///
+    /// # Safety
+    /// The ranges must be within all tensors, and no other rank may access them in this operation.
+    unsafe fn fold(&self, me: usize, kernel: &Kernel, (from, to, bytes): (usize, usize, usize), targets: &[usize]) {
+        // SAFETY: the function's contract. An output is exactly an input or overlaps none (the contract of `Request`).
+        unsafe {
+            self.with_sources(0..self.theirs.len(), (from, bytes), |sources| {
+                self.with_result(me, targets, (to, bytes), |result| {
+                    kernel.reduce(result, sources, &self.factors, bytes / kernel.element_size());
+                });
+            });
         }
     }
 }

@@ -1,5 +1,8 @@
 //! Computes each rank's part of an operation on tensors that peers can reach. Pure.
 
+use std::ops::Range;
+
+use crate::engine::shm::nodes::{Link, Nodes};
 use crate::types::Kind;
 
 /// The numbers that determine a rank's part. `in_blocks` and `out_blocks` are as in `Request`.
@@ -13,6 +16,7 @@ pub struct Shape<'a> {
     pub total_out: usize,
     pub in_blocks: &'a [usize],
     pub out_blocks: &'a [usize],
+    pub nodes: &'a Nodes,
 }
 
 /// A range that this rank copies from the inputs of rank `source`, at `from`, to the outputs of rank `target`, at `to`.
@@ -29,11 +33,12 @@ pub struct Piece {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
     Copy(Vec<Piece>),
-    /// Copies `bytes` of rank `root`'s inputs at `at` into the outputs of all other ranks at `at`.
+    /// Copies `bytes` of rank `root`'s inputs at `at` into the outputs of `targets` at `at`.
     Spread {
         root: usize,
         at: usize,
         bytes: usize,
+        targets: Vec<usize>,
     },
     /// Combines `bytes` of all ranks' inputs at `from`, and writes them into the outputs of `targets` at `to`.
     Fold {
@@ -41,6 +46,16 @@ pub enum Part {
         to: usize,
         bytes: usize,
         targets: Vec<usize>,
+    },
+    /// Combines `bytes` of the inputs of this rank's node at `from` with the sums of rank `link.before`, for rank
+    /// `link.after` or, on the last node, into the outputs of `targets`. If `spreads`, then copies the result from the
+    /// output of `link.after` into the outputs of `targets`.
+    Chain {
+        link: Link,
+        from: usize,
+        bytes: usize,
+        targets: Vec<usize>,
+        spreads: bool,
     },
 }
 
@@ -97,9 +112,12 @@ fn slice(bytes: usize, ranks: usize, q: usize) -> (usize, usize) {
 impl Part {
     /// `tables` is for all_to_all: each rank's block sizes, None if its blocks were in its slot.
     pub fn of(shape: &Shape, tables: &[Option<Vec<usize>>]) -> Part {
-        let &Shape { kind, me, ranks, root, total_in, total_out, in_blocks, out_blocks } = shape;
+        let &Shape { kind, me, ranks, root, total_in, total_out, in_blocks, out_blocks, nodes } = shape;
         match kind {
             Kind::AllReduce | Kind::Reduce => {
+                if let Some(link) = nodes.link(me) {
+                    return chain(shape, link);
+                }
                 let (from, bytes) = slice(total_in, ranks, me);
                 let targets = if kind == Kind::AllReduce { (0..ranks).collect() } else { vec![root] };
                 Part::Fold { from, to: from, bytes, targets }
@@ -109,8 +127,12 @@ impl Part {
                 Part::Fold { from, to: 0, bytes: block(in_blocks, total_in, ranks, me), targets: vec![me] }
             }
             Kind::Broadcast => {
-                let (at, bytes) = slice(if me == root { total_in } else { total_out }, ranks, me);
-                Part::Spread { root, at, bytes }
+                // The ranks of each node copy the whole input into the outputs of their node.
+                let mates = nodes.mates(me).unwrap_or_else(|| (0..ranks).collect());
+                let position = mates.iter().position(|rank| *rank == me).expect("a rank is on its own node");
+                let (at, bytes) = slice(if me == root { total_in } else { total_out }, mates.len(), position);
+                let targets: Vec<usize> = mates.into_iter().filter(|rank| *rank != root).collect();
+                Part::Spread { root, at, bytes: if targets.is_empty() { 0 } else { bytes }, targets }
             }
             Kind::Scatter | Kind::Gather => Part::Copy(between_root_and_all(shape)),
             // The whole input of each rank becomes a block of the output.
@@ -141,7 +163,7 @@ impl Part {
     pub fn bytes(&self) -> usize {
         match self {
             Part::Copy(pieces) => pieces.iter().map(|piece| piece.bytes).sum(),
-            Part::Spread { bytes, .. } | Part::Fold { bytes, .. } => *bytes,
+            Part::Spread { bytes, .. } | Part::Fold { bytes, .. } | Part::Chain { bytes, .. } => *bytes,
         }
     }
 
@@ -155,16 +177,35 @@ impl Part {
                 let input = (!within(from, bytes, inputs[source])).then_some(source);
                 input.or_else(|| (!within(to, bytes, outputs[target])).then_some(target))
             }),
-            Part::Spread { root, at, bytes } => (0..inputs.len()).find(|rank| {
-                let total = if rank == root { inputs[*rank] } else { outputs[*rank] };
-                !within(*at, *bytes, total)
-            }),
+            Part::Spread { root, at, bytes, targets } => {
+                let input = (!within(*at, *bytes, inputs[*root])).then_some(*root);
+                input.or_else(|| targets.iter().copied().find(|rank| !within(*at, *bytes, outputs[*rank])))
+            }
             Part::Fold { from, to, bytes, targets } => {
                 let input = inputs.iter().position(|total| !within(*from, *bytes, *total));
                 input.or_else(|| targets.iter().copied().find(|rank| !within(*to, *bytes, outputs[*rank])))
             }
+            Part::Chain { link, from, bytes, targets, spreads } => {
+                let input = link.mates.clone().find(|rank| !within(*from, *bytes, inputs[*rank]));
+                let copied = link.after.filter(|_| *spreads);
+                let mut written = targets.iter().copied().chain(copied);
+                input.or_else(|| written.find(|rank| !within(*from, *bytes, outputs[*rank])))
+            }
         }
     }
+}
+
+/// The part of a rank in an all_reduce or reduce that is made node by node. The ranks of a node share the whole input.
+fn chain(shape: &Shape, link: Link) -> Part {
+    let Range { start, end } = link.mates;
+    let (from, bytes) = slice(shape.total_in, end - start, shape.me - start);
+    let spreads = shape.kind == Kind::AllReduce && link.after.is_some();
+    let targets = match (shape.kind, link.after) {
+        (Kind::AllReduce, _) => (start..end).collect(),
+        (_, None) => vec![shape.root],
+        (_, Some(_)) => Vec::new(),
+    };
+    Part::Chain { link, from, bytes, targets, spreads }
 }
 
 /// The pieces that rank `me` copies in a scatter or gather. A rank other than the root copies its own block, except the
@@ -197,7 +238,8 @@ mod tests {
     use super::*;
 
     fn shape(kind: Kind, me: usize, ranks: usize, total_in: usize, total_out: usize) -> Shape<'static> {
-        Shape { kind, me, ranks, root: 0, total_in, total_out, in_blocks: &[], out_blocks: &[] }
+        static NONE: Nodes = Nodes::none();
+        Shape { kind, me, ranks, root: 0, total_in, total_out, in_blocks: &[], out_blocks: &[], nodes: &NONE }
     }
 
     #[test]
@@ -273,10 +315,10 @@ mod tests {
                             Part::Copy(pieces) => {
                                 pieces.iter().for_each(|p| put((p.source, p.from), (p.target, p.to), p.bytes));
                             }
-                            Part::Spread { root, at, bytes } => {
-                                (0..ranks).filter(|q| *q != root).for_each(|q| put((root, at), (q, at), bytes));
+                            Part::Spread { root, at, bytes, targets } => {
+                                targets.into_iter().for_each(|q| put((root, at), (q, at), bytes));
                             }
-                            Part::Fold { .. } => panic!("{part:?}"),
+                            Part::Fold { .. } | Part::Chain { .. } => panic!("{part:?}"),
                         }
                     }
                     for (q, output) in outputs.iter().enumerate() {
@@ -292,6 +334,76 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Number of bytes that move between nodes in one operation, with N bytes of tensor. `wide` is the size of a number
+    /// in sums that are not complete, in units of its size in a tensor.
+    fn between_nodes(kind: Kind, of: &[u32], parts_on: &Nodes, bytes: usize, wide: usize) -> usize {
+        let ranks = of.len();
+        let far = |me: usize, peers: &mut dyn Iterator<Item = usize>| peers.filter(|rank| of[*rank] != of[me]).count();
+        let of_rank = |me: usize| {
+            let shape = Shape { nodes: parts_on, ..shape(kind, me, ranks, bytes, bytes) };
+            match Part::of(&shape, &[]) {
+                Part::Fold { bytes, targets, .. } => {
+                    bytes * (far(me, &mut (0..ranks)) + far(me, &mut targets.into_iter()))
+                }
+                Part::Spread { root, bytes, targets, .. } => {
+                    bytes * targets.len().min(1) * far(me, &mut std::iter::once(root))
+                        + bytes * far(me, &mut targets.into_iter())
+                }
+                Part::Chain { link, bytes, targets, spreads, .. } => {
+                    let sums = wide * far(me, &mut link.before.into_iter());
+                    let copied = far(me, &mut link.after.filter(|_| spreads).into_iter());
+                    bytes * (far(me, &mut link.mates.clone()) + sums + copied + far(me, &mut targets.into_iter()))
+                }
+                Part::Copy(pieces) => panic!("{pieces:?}"),
+            }
+        };
+        (0..ranks).map(of_rank).sum()
+    }
+
+    /// What two levels are for: how much less moves between the nodes. Counted, because no machine with several nodes
+    /// was there.
+    #[test]
+    fn two_levels_move_less_between_nodes() {
+        const N: usize = 1 << 20;
+        for (ranks, nodes) in [(16, 2), (32, 2), (16, 4), (64, 8)] {
+            let of: Vec<u32> = (0..ranks).map(|rank| (rank * nodes / ranks) as u32).collect();
+            let known = Nodes::of(&of.iter().copied().map(Some).collect::<Vec<_>>());
+            let flat = Nodes::none();
+            let moved = |kind, nodes: &Nodes, wide| between_nodes(kind, &of, nodes, N, wide);
+            // Each rank reads its slice of all inputs and writes it into all outputs.
+            let away = ranks - ranks / nodes;
+            assert_eq!(moved(Kind::AllReduce, &flat, 1), 2 * away * N);
+            assert_eq!(moved(Kind::AllReduce, &known, 1), 2 * (nodes - 1) * N);
+            assert_eq!(moved(Kind::AllReduce, &known, 2), 3 * (nodes - 1) * N, "16-bit numbers");
+            assert_eq!(moved(Kind::Reduce, &flat, 1), away * N + away * N / ranks);
+            // The root is on the first node, and the sums end on the last one.
+            assert_eq!(moved(Kind::Reduce, &known, 1), nodes * N);
+            assert_eq!(moved(Kind::Broadcast, &known, 1), (nodes - 1) * N);
+            assert_eq!(moved(Kind::Broadcast, &flat, 1), away * N);
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_chain_is_checked_against_every_tensor_that_it_touches() {
+        let nodes = Nodes::of(&[Some(0), Some(0), Some(1), Some(1)]);
+        let part = |kind, me, root| Part::of(&Shape { nodes: &nodes, root, ..shape(kind, me, 4, 256, 256) }, &[]);
+        let link = |mates, before, after| Link { mates, before, after };
+        assert_eq!(
+            part(Kind::AllReduce, 1, 0),
+            Part::Chain { link: link(0..2, None, Some(3)), from: 128, bytes: 128, targets: vec![0, 1], spreads: true }
+        );
+        assert_eq!(
+            part(Kind::Reduce, 2, 1),
+            Part::Chain { link: link(2..4, Some(0), None), from: 0, bytes: 128, targets: vec![1], spreads: false }
+        );
+        let too_small =
+            |inputs: [usize; 4], outputs: [usize; 4]| part(Kind::AllReduce, 1, 0).too_small(&inputs, &outputs);
+        assert_eq!(too_small([256, 256, 0, 0], [256, 256, 0, 256]), None, "it touches no other tensor");
+        assert_eq!(too_small([256, 255, 0, 0], [256; 4]), Some(1));
+        assert_eq!(too_small([256; 4], [255, 256, 256, 256]), Some(0));
+        assert_eq!(too_small([256; 4], [256, 256, 256, 255]), Some(3), "the result is copied from there");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use super::arena::Identity;
 use super::layout::{ANSWER_BYTES, INLINE_BYTES, Layout, PAIR_OF_LINES, Part, SLOT_BYTES};
 use super::presence::Presence;
 use super::segment::Segment;
+use crate::engine::shm::nodes::Nodes;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
 use crate::engine::{BlockSizes, LAUNCHES_KEPT, Signed};
 use crate::error::{Error, Result};
@@ -56,6 +57,8 @@ pub struct Area {
     pub layout: Layout,
     pub me: usize,
     pub ranks: usize,
+    /// Equal on all ranks.
+    pub nodes: Nodes,
     presence: Presence,
 }
 
@@ -81,9 +84,9 @@ pub fn chain(before: u64, op: &Op) -> u64 {
 }
 
 impl Area {
-    pub fn new(segment: Arc<Segment>, layout: Layout, me: usize) -> Area {
+    pub fn new(segment: Arc<Segment>, layout: Layout, me: usize, nodes: Nodes) -> Area {
         let presence = Presence::new(topology::memory_headroom);
-        Area { segment, layout, me, ranks: layout.ranks, presence }
+        Area { segment, layout, me, ranks: layout.ranks, nodes, presence }
     }
 
     /// Replaces the function that returns the free memory of this process.
@@ -95,7 +98,7 @@ impl Area {
     /// Populates parts of this rank's memory, if they are not populated yet. Must be called before this rank writes the
     /// parts or lets a peer write them. Fails if there is too little memory.
     pub fn make_present(&self, parts: impl IntoIterator<Item = Part>) -> Result<()> {
-        self.presence.make(&self.segment, &self.layout, self.me, parts)
+        self.presence.make(&self.segment, &self.layout, (self.me, &self.nodes), parts)
     }
 
     fn word64(&self, offset: usize) -> &AtomicU64 {
@@ -114,6 +117,8 @@ impl Area {
         self.word64(match word {
             Word::Tag { rank, n } => l.slot(rank, n),
             Word::Moved { rank, n } => l.slot(rank, n) + 40,
+            Word::Folded { rank, n } => l.slot(rank, n) + 48,
+            Word::Spread { rank, n } => l.slot(rank, n) + 56,
             Word::Hash { rank, n } => l.hash_word(rank, n),
             Word::Done(rank) => l.control_word(rank, DONE),
             Word::Ready(Region::Stage, rank) => l.control_word(rank, STAGE_READY),
@@ -157,11 +162,11 @@ impl Area {
     // offer's first word, because an operation that makes an offer has no payload there. Offers are written before the
     // tag (relaxed) and read after the tag was acquired.
 
-    /// Stores the offer's first word, and clears the word for `Moved`.
+    /// Stores the offer's first word, and clears the words for `Moved`, `Folded` and `Spread`.
     pub fn set_offer(&self, n: u64, word: u64) {
         let at = self.layout.slot(self.me, n);
         self.word64(at + 32).store(word, Ordering::Relaxed);
-        self.word64(at + 40).store(0, Ordering::Relaxed);
+        [40, 48, 56].iter().for_each(|word| self.word64(at + word).store(0, Ordering::Relaxed));
     }
     pub fn offer(&self, rank: usize, n: u64) -> u64 {
         self.word64(self.layout.slot(rank, n) + 32).load(Ordering::Relaxed)
@@ -498,7 +503,7 @@ mod tests {
     fn two() -> [Area; 2] {
         let layout = Layout::within(2, 1, usize::MAX).unwrap();
         let segment = Arc::new(Segment::anonymous(layout.total()).unwrap());
-        [0, 1].map(|me| Area::new(Arc::clone(&segment), layout, me))
+        [0, 1].map(|me| Area::new(Arc::clone(&segment), layout, me, Nodes::none()))
     }
 
     fn signed(number: u64) -> Signed {

@@ -24,6 +24,7 @@
 
 use std::ops::Range;
 
+use crate::engine::shm::nodes::Nodes;
 use crate::select::GroupShape;
 
 /// Bytes of payload in a slot, without the header line.
@@ -335,6 +336,23 @@ impl Layout {
         start..start + bytes
     }
 
+    /// Cuts the stage buffers of `rank` among the nodes of the ranks that read them. In a whole round, each rank reads an
+    /// equal slice, in the order of the ranks. Empty if the nodes make no difference.
+    pub fn readers(&self, rank: usize, nodes: &Nodes) -> Vec<(Range<usize>, u32)> {
+        let mut ranges: Vec<(Range<usize>, u32)> = Vec::new();
+        for buffer in [self.stage(rank, 0), self.stage(rank, 1)] {
+            for (reader, node) in (0..self.ranks).filter_map(|reader| Some((reader, nodes.of_rank(reader)?))) {
+                let cut = |at: usize| buffer + at * self.stage_bytes / self.ranks / PAGE * PAGE;
+                let slice = cut(reader)..cut(reader + 1);
+                match ranges.last_mut() {
+                    Some((last, its)) if *its == node && last.end == slice.start => last.end = slice.end,
+                    _ => ranges.push((slice, node)),
+                }
+            }
+        }
+        ranges
+    }
+
     /// All parts of a rank.
     pub fn parts(&self) -> impl Iterator<Item = Part> + use<> {
         [Part::Stage, Part::Result, Part::Envelopes].into_iter().chain((0..self.channels).map(Part::Channel))
@@ -414,6 +432,30 @@ mod tests {
             assert!(ranges.windows(2).all(|two| two[0].end == two[1].start), "{ranks} ranks");
             assert_eq!(ranges.last().map(|last| last.end), Some(l.total()));
             assert!(ranges.iter().all(|range| range.start % PAGE == 0 && range.len() % PAGE == 0));
+        }
+    }
+
+    /// Every page of a stage buffer is placed once, on the node of the rank that reads it.
+    #[test]
+    fn slices_of_the_stage_belong_to_the_nodes_of_their_readers() {
+        for (ranks, each) in [(16, 8), (16, 4), (14, 7), (24, 3), (18, 1)] {
+            let l = Layout::within(ranks, 1, usize::MAX).unwrap();
+            let nodes = Nodes::of(&(0..ranks).map(|rank| Some((rank / each) as u32)).collect::<Vec<_>>());
+            for rank in [0, ranks - 1] {
+                let found = l.readers(rank, &nodes);
+                assert_eq!(found.len(), 2 * ranks / each, "one range for each node in each buffer");
+                assert_eq!(
+                    (found[0].0.start, found.last().unwrap().0.end),
+                    (l.stage(rank, 0), l.part(rank, Part::Stage).end)
+                );
+                for ((range, node), next) in found.iter().zip(found.iter().skip(1)) {
+                    assert_eq!(range.end, next.0.start);
+                    let middle = (range.start + range.end) / 2 - l.stage(rank, 0);
+                    let reader = middle % l.stage_bytes * ranks / l.stage_bytes;
+                    assert_eq!(Some(*node), nodes.of_rank(reader), "{ranks} ranks, {range:?}");
+                }
+            }
+            assert!(l.readers(0, &Nodes::none()).is_empty());
         }
     }
 

@@ -13,6 +13,9 @@
 //! Words and slots are used before ranks exchange anything. So a rank populates them before it reports that it has
 //! mapped the memory, and no rank gets its group before all have reported (`rendezvous`).
 //!
+//! If the ranks are bound to several NUMA nodes (`Nodes`), each slice of a stage buffer is placed on the node of the rank
+//! that reads it: the reader waits for its loads, while the writer's stores do not wait.
+//!
 //! **The limits.** Filling memory past the limit of a cgroup kills the process, and memory that was free when the
 //! ranks' group was created may be in use now. So the limits are read again. If they leave too little, the operation
 //! fails before anything is written, and its error, which has the amounts, ends the group on all ranks. The new parts,
@@ -23,6 +26,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::{Layout, Part};
 use super::segment::{Backing, Segment};
+use crate::engine::shm::nodes::Nodes;
 use crate::error::{Error, Result};
 
 /// Which parts of a rank's memory are populated.
@@ -53,7 +57,7 @@ impl Presence {
         &self,
         segment: &Segment,
         layout: &Layout,
-        me: usize,
+        (me, nodes): (usize, &Nodes),
         parts: impl IntoIterator<Item = Part>,
     ) -> Result<()> {
         let present = self.parts.load(Ordering::Relaxed);
@@ -65,6 +69,9 @@ impl Presence {
         if segment.backing() != Backing::Unsealed {
             let bytes: usize = missing.iter().map(|part| layout.part(me, *part).len()).sum();
             self.look_for_room(bytes, me, layout.ranks)?;
+        }
+        if missing.contains(&Part::Stage) {
+            place(segment, layout, me, nodes);
         }
         for part in missing {
             segment.populate(layout.part(me, part))?;
@@ -85,6 +92,17 @@ impl Presence {
                 left >> 10
             ))),
             _ => Ok(()),
+        }
+    }
+}
+
+/// Has the slices of this rank's stage buffers placed on the nodes of the ranks that read them. Pages of ranks that share
+/// a node, or whose node is unknown, are placed on the node of this rank, which populates them.
+fn place(segment: &Segment, layout: &Layout, me: usize, nodes: &Nodes) {
+    for (range, node) in layout.readers(me, nodes) {
+        if let Err(error) = segment.prefer(range, node) {
+            log::debug!("slices of a stage buffer are not placed on NUMA node {node}: {error}");
+            return; // a container may forbid it
         }
     }
 }

@@ -11,6 +11,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
 
 use crate::error::{Error, Result};
+use crate::os::numa;
 
 /// `MADV_POPULATE_WRITE` (Linux 5.14).
 const MADV_POPULATE_WRITE: i32 = 23;
@@ -254,6 +255,17 @@ impl Segment {
         );
         // SAFETY: the offset is at most the length of the mapping, as just checked.
         unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Asks the kernel to place the whole pages of a range on a NUMA node when they are populated (`numa::prefer`).
+    pub fn prefer(&self, range: Range<usize>, node: u32) -> io::Result<()> {
+        let page = page_size();
+        let (start, end) = (range.start.next_multiple_of(page), range.end / page * page);
+        if start >= end || cfg!(miri) {
+            return Ok(());
+        }
+        // SAFETY: the range is in whole pages of our mapping.
+        unsafe { numa::prefer(self.ptr(start, end - start), end - start, node) }
     }
 
     /// Makes the pages of a range present and writable now. Peers may write to the range at the same time, because

@@ -1,0 +1,195 @@
+//! all_reduce and reduce of many ranks that are bound to several NUMA nodes: the sum is made node by node.
+//!
+//! Idea: the ranks of each node share the whole input, so that each combines a larger slice, but only of the inputs on
+//! its node. Sums go from node to node in rank order, and the last node has the result.
+//!
+//! Steps, for each chunk of a slice:
+//! 1. The rank on the first node combines the inputs of its node into its stage buffer.
+//! 2. The rank with its position on the next node continues from there, and so on (`may_fold`).
+//! 3. The rank on the last node writes the result into the outputs of its node.
+//! 4. The rank before it copies the result from there into the outputs of its own node, and so on backwards
+//!    (`has_spread`). In a reduce, the last node writes into the root's output, and this step is not needed.
+//!
+//! While one node works on a chunk, the node before it works on the next one.
+//!
+//! Bytes of an all_reduce of P ranks on M nodes, N bytes each: every rank reads N and writes N, as without nodes, and
+//! besides writes and reads the sums of a chunk, `M N / P` in all. Between two nodes move N bytes of sums and N bytes of
+//! the result, instead of about `P N` bytes. Sums of 16-bit numbers have 32 bits.
+//!
+//! Order: rank 0..P-1 for each element, the same as without nodes, because a sum continues from an accumulator that was
+//! not rounded (`Kernel::accumulate`).
+//!
+//! Source: the hierarchical all_reduce of Open MPI's coll/xhc, here in the order of ranks.
+
+#![allow(unsafe_code)] // reads and writes the tensors of peers and the stage buffers
+
+use super::part::Part;
+use super::{Context, Work, in_cache};
+use crate::engine::pieces::Pieces;
+use crate::engine::shm::memory::layout;
+use crate::engine::shm::nodes::Link;
+use crate::engine::shm::protocol;
+use crate::engine::shm::protocol::Region;
+use crate::error::Result;
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
+use crate::reduce::Kernel;
+use crate::stats::chunk_timer::ChunkTimer;
+use crate::threads;
+
+/// A rank's progress.
+#[derive(Default)]
+pub struct Chain {
+    /// Chunks that this rank has combined, and chunks of the result that it has written.
+    folded: u64,
+    spread: u64,
+    /// Whether this rank's stage buffers may be used: no peer reads them for an earlier operation.
+    is_free: bool,
+}
+
+/// A rank's slice.
+struct Slice<'a> {
+    link: &'a Link,
+    from: usize,
+    bytes: usize,
+    targets: &'a [usize],
+    /// Bytes of a chunk, whose accumulators fill a stage buffer.
+    chunk: usize,
+}
+
+impl Slice<'_> {
+    fn chunks(&self) -> u64 {
+        self.bytes.div_ceil(self.chunk) as u64
+    }
+
+    /// Offset and length of chunk `c` in the tensors.
+    fn range(&self, c: u64) -> (usize, usize) {
+        let start = c as usize * self.chunk;
+        (self.from + start, self.chunk.min(self.bytes - start))
+    }
+}
+
+impl Chain {
+    /// Combines at most one chunk, and copies at most one. Returns whether something moved, and whether this rank's part
+    /// is done.
+    pub fn step(&mut self, work: &Work, context: &Context, timer: &mut ChunkTimer) -> Result<(bool, bool)> {
+        let Part::Chain { link, from, bytes, targets, spreads } = &work.part else {
+            unreachable!("called for this part only")
+        };
+        let kernel = context.kernel.expect("a reducing operation has a kernel");
+        let elements = context.area.layout.stage_bytes / kernel.accumulator_size();
+        let chunk = elements * kernel.element_size();
+        let slice = Slice { link, from: *from, bytes: *bytes, targets, chunk };
+        let chunks = slice.chunks();
+        let mut moved = self.folded < chunks && self.try_fold(&slice, work, kernel, context, timer)?;
+        if !spreads {
+            self.spread = chunks;
+        }
+        moved |= self.spread < chunks && self.try_spread(&slice, work, context, timer);
+        Ok((moved, self.folded == chunks && self.spread == chunks))
+    }
+
+    fn try_fold(
+        &mut self,
+        slice: &Slice,
+        work: &Work,
+        kernel: &Kernel,
+        context: &Context,
+        timer: &mut ChunkTimer,
+    ) -> Result<bool> {
+        let (&Context { area, op, round, .. }, link, c) = (context, slice.link, self.folded);
+        if !protocol::may_fold(area, link.before, link.after, op.number, c) {
+            link.before.or(link.after).into_iter().for_each(|rank| timer.misses(rank));
+            return Ok(false);
+        }
+        if link.after.is_some() && !self.is_free {
+            if !protocol::may_fill(area, Region::Stage, area.me, area.ranks, round + 1) {
+                return Ok(false);
+            }
+            area.make_present([layout::Part::Stage])?;
+            self.is_free = true;
+        }
+        let began = timer.begin(op);
+        let (at, bytes) = slice.range(c);
+        let (size, wide) = (kernel.element_size(), kernel.accumulator_size());
+        let buffer = |rank| area.stage(rank, c, 0, bytes / size * wide) as usize;
+        let (before, own) = (link.before.map_or(0, buffer), link.after.map(|_| buffer(area.me)));
+        threads::split(bytes, |start, length| {
+            for (next, length) in in_cache(start, length) {
+                let wide = next / size * wide;
+                let sums = if before == 0 { std::ptr::null() } else { (before + wide) as *const u8 };
+                // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
+                // checked that the slice is within them, and only this rank accesses it in the inputs and outputs of
+                // its node. `may_fold` was true: the buffer of the rank before has this chunk, and the rank after no
+                // longer reads this rank's buffer. No two ranges have a byte in common.
+                unsafe { fold(work, slice, kernel, area.me, (at + next, length), sums, own.map(|own| own + wide)) };
+            }
+        });
+        timer.end(&op.timing.reducing, began);
+        if !protocol::was_whole(area) {
+            return Ok(false); // the group finds the reason
+        }
+        fault_points::reached(FaultPoint::ChunkFolded);
+        protocol::folded(area, area.me, op.number, c);
+        if link.after.is_none() {
+            protocol::spread(area, area.me, op.number, c);
+        }
+        fault_points::reached(FaultPoint::ChunkPublished);
+        self.folded += 1;
+        Ok(true)
+    }
+
+    /// Copies the next chunk of the result from the output of the rank after this one.
+    fn try_spread(&mut self, slice: &Slice, work: &Work, context: &Context, timer: &mut ChunkTimer) -> bool {
+        let (&Context { area, op, .. }, c) = (context, self.spread);
+        let after = slice.link.after.expect("the last node does not copy");
+        if !protocol::has_spread(area, after, op.number, c) {
+            timer.misses(after);
+            return false;
+        }
+        let began = timer.begin(op);
+        let (at, bytes) = slice.range(c);
+        let source = Pieces(&work.theirs[after].outputs);
+        threads::split(bytes, |start, length| {
+            // SAFETY: as in `try_fold`. `has_spread` was true: the rank after has written this chunk of its output, and
+            // no rank writes it again.
+            unsafe { work.copy_to(slice.targets, source, at + start, length) }
+        });
+        timer.end(&op.timing.copying, began);
+        if !protocol::was_whole(area) {
+            return false; // the group finds the reason
+        }
+        fault_points::reached(FaultPoint::ChunkSpread);
+        protocol::spread(area, area.me, op.number, c);
+        self.spread += 1;
+        true
+    }
+}
+
+/// Combines `bytes` at `at` of the inputs of a node with `sums`, which is null on the first node. Writes the sums to
+/// `own` or, on the last node, where `own` is None, the result into the outputs of the slice's targets.
+///
+/// # Safety
+/// The range must be within these tensors, and no other rank may access it. `sums` and `own` must have room for the
+/// accumulators and not overlap.
+unsafe fn fold(
+    work: &Work,
+    slice: &Slice,
+    kernel: &Kernel,
+    me: usize,
+    (at, bytes): (usize, usize),
+    sums: *const u8,
+    own: Option<usize>,
+) {
+    let (mates, elements) = (slice.link.mates.clone(), bytes / kernel.element_size());
+    let factors = work.factors.get(mates.clone()).unwrap_or(&[]);
+    // SAFETY: the function's contract. An output is exactly an input or overlaps none (the contract of `Request`).
+    unsafe {
+        work.with_sources(mates, (at, bytes), |sources| match own {
+            Some(own) => kernel.accumulate(own as *mut u8, sums, sources, factors, elements),
+            None => work.with_result(me, slice.targets, (at, bytes), |result| {
+                kernel.finish(result, sums, sources, factors, elements);
+            }),
+        });
+    }
+}
