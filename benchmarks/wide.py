@@ -80,6 +80,14 @@ def cpus_of(text: str) -> set[int]:
     return {cpu for each in ends for cpu in range(int(each[0]), int(each[-1]) + 1)}
 
 
+def cores() -> int:
+    """The cores of this process. Two threads that copy on one core are not faster than one."""
+    allowed = os.sched_getaffinity(0)
+    siblings = Path(f"/sys/devices/system/cpu/cpu{min(allowed)}/topology/thread_siblings_list")
+    per_core = len(allowed & cpus_of(siblings.read_text())) if siblings.is_file() else 1
+    return machines.usable_cores() // max(1, per_core)
+
+
 def ways(count: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, tuple[torch.Tensor, Callable[[], Any]]]:
     """For each label: the tensor that this rank writes before each call, and the call."""
     import torch_sagellm
@@ -187,7 +195,10 @@ def run_rank(args: argparse.Namespace) -> int:
                 texts = [f"{label} {format_time(one['p10'])}" for label, one in times.items()]
                 print(f"{name} {show_size(size)}: {', '.join(texts)}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
-        Path(os.environ[FOLDER], "results.json").write_text(json.dumps(results))
+        cpu = torch.device("cpu")
+        described = {name: each._get_backend(cpu).describe() for name, each in groups.items() if name != "gloo"}
+        found = {"groups": described, "results": results}
+        Path(os.environ[FOLDER], "results.json").write_text(json.dumps(found))
     dist.destroy_process_group()
     return 0
 
@@ -210,14 +221,14 @@ def table(run: dict[str, Any]) -> str:
 def spawn(args: argparse.Namespace) -> int:
     """Starts new processes for each layout, prints the layout's table, and writes one file with all results."""
     machine, runs = machines.describe(), []
-    for ranks, threads in layouts(args.layouts, machines.usable_cores()):
+    for ranks, threads in layouts(args.layouts, cores()):
         with tempfile.TemporaryDirectory() as folder, processes.here() as store:
             print(f"{ranks} ranks x {threads} threads", file=sys.stderr, flush=True)
             code = processes.run(ranks, store | {"OMP_NUM_THREADS": threads, FOLDER: folder})
             if code:
                 return code
-            results = json.loads(Path(folder, "results.json").read_text())
-        runs.append({"ranks": ranks, "threads": threads, "results": results})
+            found_here = json.loads(Path(folder, "results.json").read_text())
+        runs.append({"ranks": ranks, "threads": threads, **found_here})
         print(table(runs[-1]), flush=True)
     found = {"date": date.today().isoformat(), "machine": machine, "rounds": args.rounds, "runs": runs}
     folder = args.out / f"{found['date']}-{machines.slug(machine)}"
@@ -245,7 +256,7 @@ def parse_args() -> argparse.Namespace:
     if unknown := set(args.dtypes.split(",")) - set(DTYPES):
         parser.error(f"unknown dtype {', '.join(sorted(unknown))}; known: {', '.join(DTYPES)}")
     try:
-        if any(ranks < 2 for ranks, _ in layouts(args.layouts, machines.usable_cores())):
+        if any(ranks < 2 for ranks, _ in layouts(args.layouts, cores())):
             parser.error("an all_reduce needs at least 2 ranks")
         for size in args.sizes.split(","):
             parse_size(size)

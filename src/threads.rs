@@ -84,11 +84,11 @@ thread_local! {
     static PATIENCE: Cell<Patience> = const { Cell::new(Patience::new()) };
 }
 
-/// For how long a waiting thread does not use the intra-op threads, because they arrived late. Times are nanoseconds of
+/// For how long a thread does not use its helpers, because they arrived late. Times are nanoseconds of
 /// `clock::now`.
 #[derive(Clone, Copy, Debug)]
 struct Patience {
-    /// Until this time the waiting thread does its ranges itself.
+    /// Until this time the thread does its ranges itself.
     until: u64,
     /// Length of that pause.
     pause: u64,
@@ -219,10 +219,13 @@ pub fn agreed(wishes: &[Wish], cores: usize) -> usize {
     each.min().unwrap_or(1).max(1)
 }
 
-/// Returns the number of cores of each of `ranks` ranks that may together use `cpus` CPUs, of which `per_core` share a
-/// core. Two threads that copy on one core are not faster than one.
-pub fn own_cores(cpus: usize, per_core: usize, ranks: usize) -> usize {
-    cpus / per_core.max(1) / ranks.max(1)
+/// Returns the number of cores of a rank: its own CPUs if no rank of its group shares them, otherwise its share of the
+/// group's CPUs. Of the CPUs `per_core` share a core, because two threads that copy on one core are not faster than one.
+/// `most_ranks` is the number of ranks of the largest group on this host, whose ranks need cores, too.
+pub fn own_cores(own_cpus: usize, group_cpus: usize, per_core: usize, (ranks, most_ranks): (usize, usize)) -> usize {
+    let shares = own_cpus * ranks != group_cpus;
+    let cpus = if shares { group_cpus / most_ranks.max(ranks).max(1) } else { own_cpus };
+    cpus / per_core.max(1)
 }
 
 /// A host with threads, for tests.
@@ -317,7 +320,14 @@ mod tests {
             assert_eq!((count(), parts_of(1 << 20).len()), (expected, expected), "{torchs} {most} {cores}");
             assert_eq!(helpers.count(), most.min(torchs), "a waiting thread has all");
         }
-        assert_eq!([(64, 2, 4), (64, 1, 4), (2, 1, 2), (3, 2, 4)].map(|(a, b, c)| own_cores(a, b, c)), [8, 16, 1, 0]);
+        // 8 ranks share 64 CPUs, two of each core; so do 2 of these 8 in a group of their own.
+        assert_eq!(
+            (own_cores(64, 64, 2, (8, 8)), own_cores(64, 64, 2, (2, 8)), own_cores(64, 64, 1, (8, 8))),
+            (4, 4, 8)
+        );
+        // Each of the 8 ranks has 8 CPUs of its own.
+        assert_eq!((own_cores(8, 64, 2, (8, 8)), own_cores(8, 16, 2, (2, 8))), (4, 4));
+        assert_eq!(own_cores(2, 2, 1, (4, 4)), 0);
     }
 
     /// The program may change the number of torch's threads at any time.

@@ -24,7 +24,7 @@ struct Memory {
     hashes: Vec<AtomicU64>,
     moved: Vec<AtomicU64>,
     folded: Vec<AtomicU64>,
-    spread: Vec<AtomicU64>,
+    delivered: Vec<AtomicU64>,
     over: AtomicU64,
     counters: Vec<AtomicU64>,
     slots: Vec<UnsafeCell<u64>>,
@@ -43,7 +43,7 @@ impl Memory {
             hashes: words(ranks * depth as usize * 4),
             moved: words(ranks * depth as usize),
             folded: words(ranks),
-            spread: words(ranks),
+            delivered: words(ranks),
             over: AtomicU64::new(0),
             counters: words(ranks * 4),
             slots: cells(ranks * depth as usize),
@@ -64,7 +64,7 @@ impl Memory {
             Word::Tag { rank, n } => &self.tags[rank * self.depth as usize + (n % self.depth) as usize],
             Word::Moved { rank, n } => &self.moved[rank * self.depth as usize + (n % self.depth) as usize],
             Word::Folded { rank, .. } => &self.folded[rank],
-            Word::Spread { rank, .. } => &self.spread[rank],
+            Word::Delivered { rank, .. } => &self.delivered[rank],
             Word::Hash { rank, n } => {
                 let kept = self.depth as usize * 4;
                 &self.hashes[rank * kept + n as usize % kept]
@@ -203,9 +203,9 @@ fn parts_of_two_ranks_never_overlap_the_next_operation() {
 /// One operation of two ranks on two nodes, in as many chunks as a rank has slots, with one chunk more than the stage has
 /// buffers. Rank 0 combines each chunk into its stage, rank 1 continues from there into its output (slot `c` of rank 1),
 /// and rank 0 copies the result into its own output.
-fn chain_program(memory: &Memory, me: usize) {
+fn relay_program(memory: &Memory, me: usize) {
     let (n, chunks) = (1, memory.depth);
-    let [mut folded, mut spread] = [0, 0];
+    let [mut folded, mut delivered] = [0, 0];
     let mut fold = |c: u64| {
         if me == 0 {
             write(memory.buffer(0, c), 10 + c);
@@ -215,27 +215,27 @@ fn chain_program(memory: &Memory, me: usize) {
         }
         protocol::folded(memory, me, n, c);
         if me == 1 {
-            protocol::spread(memory, 1, n, c);
+            protocol::delivered(memory, 1, n, c);
         }
     };
     let links = if me == 0 { (None, Some(1)) } else { (Some(0), None) };
     until(|| {
-        if folded < chunks && protocol::may_fold(memory, links.0, links.1, n, folded) {
+        if folded < chunks && protocol::fold_waits_for(memory, links.0, links.1, n, folded).is_none() {
             fold(folded);
             folded += 1;
-        } else if me == 0 && spread < chunks && protocol::has_spread(memory, 1, n, spread) {
-            let result = read(memory.slot(1, spread));
-            assert_eq!(result, 110 + spread, "a chunk of another round");
-            write(memory.slot(0, spread), result);
-            spread += 1;
+        } else if me == 0 && delivered < chunks && protocol::has_delivered(memory, 1, n, delivered) {
+            let result = read(memory.slot(1, delivered));
+            assert_eq!(result, 110 + delivered, "a chunk of another round");
+            write(memory.slot(0, delivered), result);
+            delivered += 1;
         }
-        folded == chunks && (me == 1 || spread == chunks)
+        folded == chunks && (me == 1 || delivered == chunks)
     });
 }
 
 #[test]
-fn chunks_of_a_chain_are_read_before_their_buffer_is_filled_again() {
-    run(2, 3, 3, chain_program);
+fn chunks_of_a_relay_are_read_before_their_buffer_is_filled_again() {
+    run(2, 3, 3, relay_program);
 }
 
 /// Rank 1 gives up after its part was done, as at a deadline, and then its program changes the tensor. Rank 0 may come

@@ -40,7 +40,7 @@ struct BackendOptions final : c10d::Backend::Options {
   // Whether large tensors are combined and broadcast NUMA node by node, if many ranks are bound to nodes. The value of
   // the first rank of each host applies to that host.
   bool numa = false;
-  // Largest number of threads that copy and combine for a waiting thread of this rank. 0: as many as torch's intra-op
+  // Largest number of threads that copy and combine for a thread of this rank. 0: as many as torch's intra-op
   // threads, but all ranks of the host together use at most one thread per core.
   int64_t threads = 0;
   // Whether this process was forked from one that had imported torch. GNU's OpenMP hangs in such a child if its parent

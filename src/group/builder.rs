@@ -97,7 +97,8 @@ impl Group {
                 let (cores, threads) = (shared.cores, if parts.role.is_inside() { 1 } else { shared.threads });
                 // Every rank of the host needs cores, also the ranks that are not in this group.
                 let most_ranks = Domain::numbered(parts.domain).note_ranks(ranks);
-                let own_cores = threads::own_cores(cores, topology::cpus_per_core(), most_ranks);
+                let own_cpus = topology::count_mask(&topology::affinity_mask());
+                let own_cores = threads::own_cores(own_cpus, cores, topology::cpus_per_core(), (ranks, most_ranks));
                 let (area, group_peers) = shared.into_parts();
                 let peers: Vec<_> = (0..ranks).map(|rank| group_peers.peer(rank).clone()).collect();
                 let pids = peers.iter().map(|peer| peer.pid).collect();

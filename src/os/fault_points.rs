@@ -33,10 +33,10 @@ enumeration! {
         PartBegun = 12, "before a part is done";
         PartDone = 13, "before a part is published";
         PartPublished = 14, "after a part is published";
-        // A sum that is made node by node (`engine/shm/mapped/chain.rs`).
+        // A sum that is made node by node (`engine/shm/mapped/relay.rs`).
         ChunkFolded = 15, "before the sums of a chunk are published";
         ChunkPublished = 16, "after the sums of a chunk are published";
-        ChunkSpread = 17, "before a chunk of the result is published";
+        ChunkDelivered = 17, "before a chunk of the result is published";
         // Messages on one host (`engine/shm/p2p`).
         EnvelopeWritten = 18, "before an envelope is published";
         EnvelopeSent = 19, "after an envelope is published";

@@ -31,7 +31,9 @@ mod x86;
 use once_cell::sync::Lazy;
 
 use self::number::{Bf16, Bool, Complex, Float, Format, Int, Number};
-use self::scalar::{And, Avg, ComplexProduct, Isa, Job, Max, Min, Or, Portable, PremulSum, Product, Run, Sum, Xor};
+use self::scalar::{
+    And, Avg, ComplexProduct, Isa, Job, Max, Min, Or, Partial, Portable, PremulSum, Product, Run, Sum, Xor,
+};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::types::{Dtype, ReduceOp};
@@ -112,6 +114,8 @@ impl Level {
 #[derive(Clone, Copy)]
 pub struct Kernel {
     run: Run,
+    /// For a part of the sources.
+    partial: Run,
     element_size: usize,
     /// Size of an element in the type in which it is combined.
     accumulator_size: usize,
@@ -136,19 +140,19 @@ pub fn kernel(dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
 pub fn kernel_at(level: Level, dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
     assert!(level.can_run(), "kernels for {level:?} cannot run here");
     check(dtype, op)?;
-    let (run, units) = match level {
+    let (run, partial, units) = match level {
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => choose::<self::x86::Avx512>(dtype, op),
+        Level::Avx512 => choose_both::<self::x86::Avx512>(dtype, op),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => choose::<self::x86::Avx2>(dtype, op),
-        _ => choose::<Portable>(dtype, op),
+        Level::Avx2 => choose_both::<self::x86::Avx2>(dtype, op),
+        _ => choose_both::<Portable>(dtype, op),
     }
     .ok_or_else(|| {
         Error::bug(format!("sagellm: no kernel for {} of {}", ReduceOp::name_of(op.code()), dtype.name()))
     })?;
     let scales = matches!(op, ReduceOp::PremulSum(_));
     let accumulator_size = dtype.size() * if matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::C32) { 2 } else { 1 };
-    Ok(Kernel { run, element_size: dtype.size(), accumulator_size, units, ranks, scales })
+    Ok(Kernel { run, partial, element_size: dtype.size(), accumulator_size, units, ranks, scales })
 }
 
 impl Kernel {
@@ -176,7 +180,7 @@ impl Kernel {
         }
         let (elements, from) = (elements * self.units, std::ptr::null());
         // SAFETY: the caller vouches for it.
-        unsafe { self.run(Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: false }) }
+        unsafe { self.run(self.run, Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: false }) }
     }
 
     /// Begins a sum over some ranks that `finish` or another call of this function continues: writes the accumulators
@@ -196,7 +200,7 @@ impl Kernel {
     ) {
         let elements = elements * self.units;
         // SAFETY: the caller vouches for it.
-        unsafe { self.run(Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: true }) }
+        unsafe { self.run(self.partial, Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: true }) }
     }
 
     /// Ends a sum that `accumulate` began: combines the accumulators at `from` with `sources` and writes the result to
@@ -215,17 +219,19 @@ impl Kernel {
     ) {
         let elements = elements * self.units;
         // SAFETY: the caller vouches for it.
-        unsafe { self.run(Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: false }) }
+        unsafe {
+            self.run(self.partial, Job { dst, sources, factors, ranks: self.ranks, elements, from, keeps: false })
+        }
     }
 
     /// # Safety
     /// As for `Run`, except for the processor's features, which `kernel_at` has checked.
-    unsafe fn run(&self, job: Job<'_>) {
+    unsafe fn run(&self, run: Run, job: Job<'_>) {
         let wanted = if self.scales { job.sources.len() } else { job.factors.len() };
         assert_eq!(job.factors.len(), wanted, "PREMUL_SUM needs one factor for each source");
         let _mode = self::float::StandardMode::enter();
         // SAFETY: the caller vouches for it. `kernel_at` has checked that the processor can run this kernel.
-        unsafe { (self.run)(&job) }
+        unsafe { run(&job) }
     }
 }
 
@@ -289,6 +295,14 @@ fn check_factor(dtype: Dtype, op: ReduceOp) -> Result<()> {
         ))),
         _ => Ok(()),
     }
+}
+
+/// The kernels for all sources and for a part of them, and their units per element. `None` for combinations that
+/// `check` refuses.
+fn choose_both<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<(Run, Run, usize)> {
+    let (run, units) = choose::<I>(dtype, op)?;
+    let (partial, _) = choose::<Partial<I>>(dtype, op)?;
+    Some((run, partial, units))
 }
 
 /// A kernel and its units per element. `None` for combinations that `check` refuses.

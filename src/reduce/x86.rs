@@ -73,16 +73,19 @@ macro_rules! isa {
             type Half = HalfF16c;
 
             fn compile<F: Format, O: Op<F::Number>>() -> Run {
-                $run::<F, O>
+                $run::<F, O, false>
+            }
+            fn compile_partial<F: Format, O: Op<F::Number>>() -> Run {
+                $run::<F, O, true>
             }
         }
 
         /// # Safety
         /// As for `Run`.
         #[target_feature(enable = $features)]
-        unsafe fn $run<F: Format, O: Op<F::Number>>(job: &Job<'_>) {
+        unsafe fn $run<F: Format, O: Op<F::Number>, const PARTIAL: bool>(job: &Job<'_>) {
             // SAFETY: the caller vouches for it.
-            unsafe { fold::<F, O>(job) }
+            unsafe { fold::<F, O, PARTIAL>(job) }
         }
     };
 }

@@ -15,6 +15,7 @@ use crate::engine::shm::memory::segment::Segment;
 use crate::engine::shm::nodes::Nodes;
 use crate::error::{Error, Result};
 use crate::fields::clip;
+use crate::host::first_time;
 use crate::os::random;
 use crate::os::topology;
 use crate::threads;
@@ -257,7 +258,11 @@ impl Coordinator<'_, '_> {
         }
         let nodes: Vec<Option<u32>> = bodies.iter().map(|body| body.identity.node).collect();
         Nodes::of_group(&nodes).unwrap_or_else(|(level, reason)| {
-            log::log!(level, "the option numa has no effect in group '{}': {reason}", config.name);
+            // Subgroups inherit the option, and a group over several hosts has several groups inside each.
+            let key = if level == log::Level::Warn { "a warning about numa" } else { "news about numa" };
+            if first_time(key) {
+                log::log!(level, "the option numa has no effect in group '{}': {reason}", config.name);
+            }
             Nodes::none()
         })
     }

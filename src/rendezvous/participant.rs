@@ -284,7 +284,11 @@ fn accept(
     if len < hello_bytes(size) || offer.ranks.len() != if known { 0 } else { size } {
         return Err(wrong("the length"));
     }
-    let nodes = Nodes::of_list(&offer.nodes, size).ok_or_else(|| wrong("the NUMA nodes"))?;
+    let nodes = match &offer.nodes[..] {
+        [] => Some(Nodes::none()),
+        list => Nodes::of_list(list).filter(|_| list.len() == size),
+    };
+    let nodes = nodes.ok_or_else(|| wrong("the NUMA nodes"))?;
     let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
     if !has_signed(&segment, 0, &decision.nonces[0], &decision.id) {
         return Err(Error::system("rank 0's signature is not in the shared memory"));

@@ -45,7 +45,7 @@ impl Over {
         FaultPoint::ALL.into_iter().filter(move |point| match self {
             // Chunks of a sum go from node to node only if many ranks are bound to NUMA nodes; `shm_engine` tests these
             // places, and tests/py/fault/test_reachable.py such processes.
-            Over::SharedMemory if (FaultPoint::ChunkFolded..=FaultPoint::ChunkSpread).contains(point) => false,
+            Over::SharedMemory if (FaultPoint::ChunkFolded..=FaultPoint::ChunkDelivered).contains(point) => false,
             // A sender looks for the output (`HomeSought`) only if the receiver has not copied everything by then. This
             // may never happen here. `shm_p2p_in_place` forces it.
             Over::SharedMemory => *point < FaultPoint::Joining && *point != FaultPoint::HomeSought,

@@ -19,11 +19,9 @@ use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread::yield_now;
 
 use crate::common::schedules::{rank_now, ranks, under_schedules};
-use crate::common::{Buffers, Random, Spec, on_memory, on_ranks};
+use crate::common::{Buffers, Random, Spec, areas_on, on_memory, on_ranks};
 use sagellm::engine::shm::Shm;
 use sagellm::engine::shm::memory::area::Area;
-use sagellm::engine::shm::memory::layout::Layout;
-use sagellm::engine::shm::nodes::Nodes;
 use sagellm::engine::{Ended, Engine};
 use sagellm::error::Error;
 use sagellm::op::Op;
@@ -223,12 +221,6 @@ fn schedule(count: usize, calls: usize, death: bool) {
 fn schedule_on(nodes: &[u32], calls: usize, death: bool) {
     let sizes = Sizes { reachable: &[5000, 20_000, 60_000], ..SIZES };
     schedule_over(areas_on(nodes), calls, &sizes, death);
-}
-
-fn areas_on(nodes: &[u32]) -> Vec<Arc<Area>> {
-    let layout = Layout::new(nodes.len(), 1, Layout::smallest(nodes.len())).unwrap();
-    let nodes = Nodes::of(&nodes.iter().copied().map(Some).collect::<Vec<_>>());
-    sagellm::engine::local::areas_of(layout, &nodes).unwrap()
 }
 
 fn schedule_over(areas: Vec<Arc<Area>>, calls: usize, sizes: &Sizes, death: bool) {

@@ -2,15 +2,17 @@
 //! algorithm is `mapped` if all ranks have them. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills
 //! processes.
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::reference::{is_defined, reference_all};
-use crate::common::{Memory, Random, Spec, cut, on_ranks, plain};
-use sagellm::engine::local;
-use sagellm::engine::shm::memory::layout::Layout;
+use crate::common::{Memory, Random, Spec, areas_on, cut, on_ranks, plain};
 use sagellm::engine::shm::nodes::Nodes;
 use sagellm::group::Group;
+use sagellm::os::fault_points;
+use sagellm::os::fault_points::FaultPoint;
 use sagellm::os::topology;
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
@@ -226,17 +228,12 @@ fn a_rank_that_goes_on_after_the_operation_has_failed_changes_nothing() {
     }
 }
 
-/// Groups whose ranks act as if they were bound to these NUMA nodes. Their stage buffers are small, so that a chunk of a
-/// sum that is made node by node is small too.
 fn groups_on(nodes: &[u32]) -> Vec<Arc<Group>> {
-    let ranks = nodes.len();
-    let layout = Layout::new(ranks, 1, Layout::smallest(ranks)).unwrap();
-    let known: Vec<_> = nodes.iter().copied().map(Some).collect();
-    Group::over(local::areas_of(layout, &Nodes::of(&known)).unwrap(), Duration::from_secs(60))
+    Group::over(areas_on(nodes), Duration::from_secs(60))
 }
 
 /// Nodes on which a sum is made node by node, and some on which it is not: nodes with different numbers of ranks, and
-/// ranks in no order. On all of them a broadcast is made node by node.
+/// ranks in no order.
 const NODES: [&[u32]; 8] = [
     &[0, 1],
     &[0, 0, 1, 1],
@@ -252,7 +249,10 @@ const NODES: [&[u32]; 8] = [
 fn expected(spec: &Spec, me: usize, ranks: usize) -> Vec<u8> {
     let reduced = |to: usize, bytes: usize| {
         let inputs: Vec<Vec<u8>> = (0..ranks).map(|q| spec.data(q, to, bytes)).collect();
-        let factors = if let ReduceOp::PremulSum(factor) = spec.op { vec![factor; ranks] } else { Vec::new() };
+        let factors = match spec.op {
+            ReduceOp::PremulSum(factor) => (0..ranks).map(|rank| factor + rank as f64).collect(),
+            _ => Vec::new(),
+        };
         reference_all(spec.dtype, spec.op, &inputs, &factors)
     };
     match spec.kind {
@@ -267,14 +267,30 @@ fn expected(spec: &Spec, me: usize, ranks: usize) -> Vec<u8> {
 fn rule_17_sums_that_are_made_node_by_node_have_the_same_bits() {
     const OPS: [ReduceOp; 6] =
         [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Bor, ReduceOp::PremulSum(3.0)];
-    const DTYPES: [Dtype; 7] = [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::F64, Dtype::I32, Dtype::U8, Dtype::C64];
+    const DTYPES: [Dtype; 11] = [
+        Dtype::F32,
+        Dtype::Bf16,
+        Dtype::F16,
+        Dtype::F64,
+        Dtype::I32,
+        Dtype::I64,
+        Dtype::U8,
+        Dtype::Bool,
+        Dtype::C32,
+        Dtype::C64,
+        Dtype::C128,
+    ];
     const TURNS: usize = 40;
     for nodes in NODES {
         let sizes = [4200, 17_000, 40_001, if nodes.len() > 4 { 60_000 } else { 300_000 }];
         let (ranks, groups) = (nodes.len(), groups_on(nodes));
         on_ranks(ranks, |me| {
             let (mut common, mut own) = (Random::new(ranks as u64), Random::new(900 + me as u64));
-            let mut mapped = 0;
+            let (mut mapped, chunks) = (0, Rc::new(Cell::new(0)));
+            let counted = Rc::clone(&chunks);
+            let _hook = fault_points::on_this_thread(move |point| {
+                counted.set(counted.get() + usize::from(point == FaultPoint::ChunkFolded));
+            });
             for turn in 0..TURNS {
                 let (dtype, op) = (common.pick(&DTYPES), common.pick(&OPS));
                 let kind = common.pick(&[
@@ -297,7 +313,10 @@ fn rule_17_sums_that_are_made_node_by_node_have_the_same_bits() {
                 if own.below(30) == 0 {
                     std::thread::sleep(Duration::from_micros(300));
                 }
-                let request = spec.request(&mut buffers);
+                let mut request = spec.request(&mut buffers);
+                if let ReduceOp::PremulSum(factor) = request.op {
+                    request.op = ReduceOp::PremulSum(factor + me as f64); // each rank has its own
+                }
                 if common.below(3) == 0 {
                     groups[me].issue(request, None).unwrap().wait(None).unwrap();
                 } else {
@@ -308,6 +327,8 @@ fn rule_17_sums_that_are_made_node_by_node_have_the_same_bits() {
                 mapped += usize::from(last_path(&groups[me]) == "mapped");
             }
             assert!(mapped > TURNS / 3, "{mapped} of {TURNS} on {nodes:?}");
+            let by_node = Nodes::of_list(nodes).is_some();
+            assert_eq!(chunks.get() > 0, by_node, "{} chunks on {nodes:?}", chunks.get());
         });
     }
 }
@@ -340,7 +361,7 @@ fn several_sums_node_by_node_are_under_way_at_once() {
 }
 
 #[test]
-fn a_rank_of_a_chain_that_goes_on_after_the_operation_has_failed_changes_nothing() {
+fn a_rank_of_a_relay_that_goes_on_after_the_operation_has_failed_changes_nothing() {
     for turn in 0..20u64 {
         let groups = groups_on(&[0, 0, 1, 1]);
         on_ranks(4, |me| {

@@ -92,7 +92,7 @@ impl Memory {
             Word::Tag { rank, n } => &self.tags[self.slot(rank, n)],
             Word::Moved { rank, n } => &self.moved[self.slot(rank, n)],
             Word::Folded { rank, .. } => &self.counters[rank * 4],
-            Word::Spread { rank, .. } => &self.counters[rank * 4 + 1],
+            Word::Delivered { rank, .. } => &self.counters[rank * 4 + 1],
             Word::Hash { .. } => unreachable!("no program here compares results"),
             Word::Done(rank) => &self.done[rank],
             Word::Ready(Region::Stage, rank) => &self.counters[rank * 4],
@@ -251,20 +251,18 @@ fn parts_of_many_ranks_never_overlap_the_next_operation() {
     });
 }
 
-/// If a rank ends at any moment, the others see only whole payloads: they finish all operations that it has published,
-/// and wait in vain only for later ones.
-/// Two ranks on each node. Each folds one slice of five chunks, which are cells of its slots: from the stage of the rank
-/// before it, into its own stage or, on the last node, into its own output. Then it copies the result from the output of
-/// the rank after it into its own.
+/// A sum that is made node by node, with two ranks on each node. Each rank adds to five chunks from the stage of the rank
+/// before it. It writes the sums into its own stage or, on the last node, into its output, whose chunks are cells of its
+/// slots. Then it copies the result from the output of the rank after it into its own.
 #[test]
-fn chunks_of_a_chain_of_many_ranks_are_never_mixed() {
+fn chunks_of_a_relay_of_many_ranks_are_never_mixed() {
     const CHUNKS: u64 = 5;
     with_many_ranks(400, CHUNKS, |memory, me| {
         let (before, after) = (me.checked_sub(2), (me + 2 < memory.ranks).then_some(me + 2));
         let expected = |rank: usize, c: u64| (0..=rank / 2).map(|node| (node as u64 + 1) * 1000 + c).sum::<u64>();
-        let [mut folded, mut spread] = [0, 0];
+        let [mut folded, mut delivered] = [0, 0];
         until(|| {
-            if folded < CHUNKS && protocol::may_fold(memory, before, after, 1, folded) {
+            if folded < CHUNKS && protocol::fold_waits_for(memory, before, after, 1, folded).is_none() {
                 let c = folded;
                 let sum = before.map_or(0, |rank| memory.stage[rank * 2 + (c % 2) as usize].read());
                 let sum = sum + (me as u64 / 2 + 1) * 1000 + c;
@@ -275,24 +273,26 @@ fn chunks_of_a_chain_of_many_ranks_are_never_mixed() {
                 }
                 protocol::folded(memory, me, 1, c);
                 if after.is_none() {
-                    protocol::spread(memory, me, 1, c);
-                    spread += 1;
+                    protocol::delivered(memory, me, 1, c);
+                    delivered += 1;
                 }
                 folded += 1;
             } else if let Some(after) =
-                after.filter(|rank| spread < CHUNKS && protocol::has_spread(memory, *rank, 1, spread))
+                after.filter(|rank| delivered < CHUNKS && protocol::has_delivered(memory, *rank, 1, delivered))
             {
-                let result = memory.slots[memory.slot(after, spread)].read();
-                assert_eq!(result, expected(memory.ranks - 1, spread), "rank {me}: another result");
-                memory.slots[memory.slot(me, spread)].write(result);
-                protocol::spread(memory, me, 1, spread);
-                spread += 1;
+                let result = memory.slots[memory.slot(after, delivered)].read();
+                assert_eq!(result, expected(memory.ranks - 1, delivered), "rank {me}: another result");
+                memory.slots[memory.slot(me, delivered)].write(result);
+                protocol::delivered(memory, me, 1, delivered);
+                delivered += 1;
             }
-            folded == CHUNKS && spread == CHUNKS
+            folded == CHUNKS && delivered == CHUNKS
         });
     });
 }
 
+/// If a rank ends at any moment, the others see only whole payloads: they finish all operations that it has published,
+/// and wait in vain only for later ones.
 #[test]
 fn a_rank_that_ends_leaves_whole_payloads() {
     for count in [4, 8] {

@@ -218,14 +218,16 @@ class Options:
     #: False, the start rules select them. Rank 0's value applies to the group; SAGELLM_MEASURE_LINK overrides it; see
     #: docs/choosing.md.
     measure_link: bool
-    #: Whether large CPU tensors that peers can reach are summed and broadcast NUMA node by node, if a host has at least
-    #: 13 ranks of the group, each bound to one node. The results have the same bits. Each host's first rank decides for
-    #: its host; SAGELLM_NUMA overrides it; see docs/tuning.md.
+    #: Whether large CPU tensors that peers can reach are summed (all_reduce, reduce) and broadcast NUMA node by node,
+    #: if a host has at least 13 ranks of the group, each bound to one node, on each node equally many with consecutive
+    #: numbers. The results have the same bits. Each host's first rank decides for its host, and says in the log if
+    #: this is impossible; SAGELLM_NUMA overrides it; see docs/tuning.md.
     numa: bool
-    #: Largest number of torch's threads that copy and combine large CPU tensors while a thread of this rank waits, in a
-    #: synchronous call or in ``wait()``. 0 means ``torch.get_num_threads()``, but at most one thread per core for all
-    #: ranks of a host together. No rank uses more threads than it has cores. All ranks of a group use the smallest
-    #: number of any rank. A forked process uses 1. SAGELLM_THREADS overrides it; see docs/tuning.md.
+    #: Largest number of threads that copy and combine large CPU tensors: torch's, while a thread of this rank waits,
+    #: in a synchronous call or in ``wait()``; else as many as the rank has cores that torch's threads leave free. 0
+    #: means ``torch.get_num_threads()``, but at most one thread per core for all ranks of a host together. No rank
+    #: uses more threads than it has cores. All ranks of a group use the smallest number of any rank. A forked process
+    #: uses 1. SAGELLM_THREADS overrides it; see docs/tuning.md.
     threads: int
     #: Number of connections to each process on another host, 1 to 16. Two processes use the smaller of their numbers,
     #: and keep these connections for all their groups. SAGELLM_LINKS overrides it; see docs/settings.md.

@@ -408,7 +408,10 @@ impl Engine for Shm {
             layout.total() >> 10,
             layout.depth,
             layout.stage_bytes >> 10,
-            self.area.nodes.described(),
+            match self.area.nodes.count() {
+                0 => String::new(),
+                nodes => format!(", large sums and broadcasts node by node on {nodes} NUMA nodes"),
+            },
             self.policy.verify.described(),
         )
     }

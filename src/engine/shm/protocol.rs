@@ -29,10 +29,10 @@
 //! no rank reads its inputs any more and that its outputs are complete; then its operation ends. The word is 0 before
 //! the slot is published.
 //!
-//! **Chains.** A sum that is made node by node (`mapped/chain.rs`) goes from a rank to the rank after it in chunks, through
+//! **Relays.** A sum that is made node by node (`mapped/relay.rs`) goes from a rank to the rank after it in chunks, through
 //! the two stage buffers of the earlier one. `Folded = c + 1` in the slot of the operation means that the rank has
 //! combined chunk `c` of its node, and no longer reads what the rank before it had in its buffer. A rank may fill its
-//! buffer with chunk `c` when the rank after it has `Folded >= c - 1`. `Spread = c + 1` means that chunk `c` of the result
+//! buffer with chunk `c` when the rank after it has `Folded >= c - 1`. `Delivered = c + 1` means that chunk `c` of the result
 //! is in the outputs of the rank's node. Both words are 0 before the slot is published.
 //!
 //! **Hashes.** If results are compared (`results`), a rank whose result of operation `n` is complete stores the hash
@@ -67,7 +67,7 @@ pub enum Word {
     Folded { rank: usize, n: u64 },
     /// In the slot of operation `n`: the number of chunks of the result that `rank` has written. Written after the
     /// result (release), read before it is copied (acquire).
-    Spread { rank: usize, n: u64 },
+    Delivered { rank: usize, n: u64 },
     /// The hash of `rank`'s result of operation `n`, with a mark that distinguishes `n` from other operations that use
     /// the same word. Written when the result is complete on `rank` (release), read by peers later (acquire).
     Hash { rank: usize, n: u64 },
@@ -170,11 +170,20 @@ pub fn has_moved<W: Words>(words: &W, rank: usize, n: u64) -> bool {
     words.load(Word::Moved { rank, n }) == n
 }
 
-/// Whether a rank of a chain may combine chunk `c` of operation `n`, which all ranks have published: the rank before it
-/// has done so, and the rank after it no longer reads the buffer.
-pub fn may_fold<W: Words>(words: &W, before: Option<usize>, after: Option<usize>, n: u64, c: u64) -> bool {
-    before.is_none_or(|rank| words.load(Word::Folded { rank, n }) > c)
-        && after.is_none_or(|rank| c < 2 || words.load(Word::Folded { rank, n }) >= c - 1)
+/// The rank for which a rank of a relay must wait before it combines chunk `c` of operation `n`, which all ranks have
+/// published: the rank before it, if that has not combined the chunk, or the rank after it, if that still reads the
+/// buffer.
+pub fn fold_waits_for<W: Words>(
+    words: &W,
+    before: Option<usize>,
+    after: Option<usize>,
+    n: u64,
+    c: u64,
+) -> Option<usize> {
+    let has_folded = |rank: usize, chunks: u64| words.load(Word::Folded { rank, n }) >= chunks;
+    before
+        .filter(|rank| !has_folded(*rank, c + 1))
+        .or_else(|| after.filter(|rank| !has_folded(*rank, c.saturating_sub(1))))
 }
 
 /// Publishes that `me` has combined chunk `c`.
@@ -183,13 +192,13 @@ pub fn folded<W: Words>(words: &W, me: usize, n: u64, c: u64) {
 }
 
 /// Whether chunk `c` of the result may be copied from the output of `rank`.
-pub fn has_spread<W: Words>(words: &W, rank: usize, n: u64, c: u64) -> bool {
-    words.load(Word::Spread { rank, n }) > c
+pub fn has_delivered<W: Words>(words: &W, rank: usize, n: u64, c: u64) -> bool {
+    words.load(Word::Delivered { rank, n }) > c
 }
 
 /// Publishes that chunk `c` of the result is in the outputs of the node of `me`.
-pub fn spread<W: Words>(words: &W, me: usize, n: u64, c: u64) {
-    words.store(Word::Spread { rank: me, n }, c + 1);
+pub fn delivered<W: Words>(words: &W, me: usize, n: u64, c: u64) {
+    words.store(Word::Delivered { rank: me, n }, c + 1);
 }
 
 /// Access to the words that show whether another rank has given up its operations.

@@ -16,7 +16,10 @@ use std::time::Duration;
 
 use sagellm::config::Settings;
 use sagellm::engine::local;
+use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::shm::memory::arena;
+use sagellm::engine::shm::memory::layout::Layout;
+use sagellm::engine::shm::nodes::Nodes;
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
@@ -32,6 +35,13 @@ pub fn this_program(module: &str, test: &str) -> Command {
 pub fn test_name(module: &str, test: &str) -> String {
     let (_, inside) = module.split_once("::").expect("a module of this program");
     format!("{inside}::{test}")
+}
+
+/// Areas of ranks that act as if they were bound to these NUMA nodes. Their stage buffers are small, and so is a chunk of a
+/// sum that is made node by node.
+pub fn areas_on(nodes: &[u32]) -> Vec<Arc<Area>> {
+    let layout = Layout::new(nodes.len(), 1, Layout::smallest(nodes.len())).unwrap();
+    local::areas_of(layout, &Nodes::of_list(nodes).unwrap_or(Nodes::none())).unwrap()
 }
 
 /// Reports the progress of a run that takes minutes. Writes to stderr directly, because libtest keeps a test's output

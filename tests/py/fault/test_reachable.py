@@ -148,7 +148,7 @@ def test_rule_36_a_rank_that_was_stopped_changes_nothing_when_it_goes_on(kind: s
 @pytest.mark.parametrize("turn", range(TURNS))
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce", "broadcast"])
 def test_rule_36_a_rank_of_a_numa_node_that_was_stopped_changes_nothing_when_it_goes_on(kind: str, turn: int) -> None:
-    """With 14 ranks on two nodes, sums go from node to node, and results back (`src/engine/shm/mapped/chain.rs`)."""
+    """With 14 ranks on two nodes, sums go from node to node, and results back (`src/engine/shm/mapped/relay.rs`)."""
     if impossible := run_fresh(can_bind, 1)[0]:
         pytest.skip(impossible)
     stop_and_continue(kind, 14, zlib.crc32(f"nodes {kind} {turn}".encode()), nodes=True)

@@ -15,8 +15,8 @@
 //! | broadcast | N/P read, N (P-1)/P written | - |
 //! | scatter, gather | (P-1)/P of a block, read and written once; the root also its own block | - |
 //!
-//! If there are many ranks, bound to several NUMA nodes (`Nodes`), a sum is made node by node (`chain.rs`), and in a
-//! broadcast each rank writes only into outputs on its node.
+//! With the option `numa` and many ranks, bound to several NUMA nodes (`Nodes`), an all_reduce or reduce is made node by
+//! node (`relay.rs`), and in a broadcast each rank writes only into outputs on its node.
 //!
 //! Steps: two exchanges (the headers, then the notices that the parts are done). Source: the single-copy collectives of
 //! XPMEM-based MPI libraries (Open MPI's coll/xhc), here over memory that needs no kernel module.
@@ -34,17 +34,17 @@
 
 #![allow(unsafe_code)] // reads and writes the tensors of peers
 
-mod chain;
 mod offer;
 mod part;
+mod relay;
 
 use std::ops::Range;
 use std::sync::atomic::{Ordering, fence};
 
-use self::chain::Chain;
 use self::offer::Theirs;
 pub use self::offer::{Arenas, Offer};
 use self::part::{Part, Shape};
+use self::relay::Relay;
 use super::bulk::Step;
 use super::memory::area::Area;
 use super::memory::arena::Lease;
@@ -76,7 +76,7 @@ pub struct Mapped {
     /// Bytes of this rank's part that are done.
     at: usize,
     /// Replaces `at` if the sum is made node by node.
-    chain: Chain,
+    relay: Relay,
     /// Whether this rank's part is done and published.
     told: bool,
     timer: ChunkTimer,
@@ -108,7 +108,7 @@ pub struct Context<'a> {
 
 impl Mapped {
     pub fn new(op: &Op, offer: Offer) -> Mapped {
-        Mapped { offer, seen: 0, work: None, at: 0, chain: Chain::default(), told: false, timer: ChunkTimer::new(op) }
+        Mapped { offer, seen: 0, work: None, at: 0, relay: Relay::default(), told: false, timer: ChunkTimer::new(op) }
     }
 
     /// Does at most one step of this rank's part.
@@ -143,7 +143,7 @@ impl Mapped {
             return Ok(Outcome::Step(Step::Blocked)); // the group finds the reason
         }
         let (moved, done) = match &work.part {
-            Part::Chain { .. } => self.chain.step(work, context, &mut self.timer)?,
+            Part::Relay { .. } => self.relay.step(work, context, &mut self.timer),
             _ => (true, self.advance(context)),
         };
         if done && protocol::was_whole(area) {
@@ -298,7 +298,7 @@ impl Work {
                     unsafe { self.fold(me, kernel, (from + next, to + next, length), targets) };
                 }
             }
-            Part::Chain { .. } => unreachable!("waits for other ranks (`Chain::step`)"),
+            Part::Relay { .. } => unreachable!("waits for other ranks (`Relay::step`)"),
         }
     }
 

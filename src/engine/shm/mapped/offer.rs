@@ -12,7 +12,7 @@ use crate::engine::pieces::Pieces;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::arena;
 use crate::engine::shm::memory::arena::{Identity, Lease};
-use crate::engine::shm::memory::layout::MOST_PIECES;
+use crate::engine::shm::memory::layout::{MOST_PIECES, Part};
 use crate::engine::shm::memory::reach::Reach;
 use crate::engine::shm::table::{is_inline, table_bytes};
 use crate::op::Op;
@@ -120,6 +120,11 @@ impl Arenas {
         let written = part::exposes_outputs(kind, me, root);
         let outputs =
             if written && request.outputs() != request.inputs() { lease(request.outputs())? } else { Vec::new() };
+        // Every rank whose sums another one reads must have a stage before any rank writes a result. Without memory for it
+        // the operation is staged, and fails with the amounts.
+        if part::uses_stage(kind, me, &area.nodes) && area.make_present([Part::Stage]).is_err() {
+            return None;
+        }
         publish_arena(area);
         let reached = (0..area.ranks).filter(|q| *q != me).all(|q| self.reach(area, q).is_some());
         reached.then_some(Offer { inputs, outputs, written })

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::engine::shm::nodes::{Link, Nodes};
+use crate::engine::shm::nodes::{Neighbours, Nodes};
 use crate::types::Kind;
 
 /// The numbers that determine a rank's part. `in_blocks` and `out_blocks` are as in `Request`.
@@ -47,15 +47,15 @@ pub enum Part {
         bytes: usize,
         targets: Vec<usize>,
     },
-    /// Combines `bytes` of the inputs of this rank's node at `from` with the sums of rank `link.before`, for rank
-    /// `link.after` or, on the last node, into the outputs of `targets`. If `spreads`, then copies the result from the
-    /// output of `link.after` into the outputs of `targets`.
-    Chain {
-        link: Link,
+    /// Combines `bytes` of the inputs of this rank's node at `from` with the sums of rank `neighbours.before`, for rank
+    /// `neighbours.after` or, on the last node, into the outputs of `targets`. If `delivers`, then copies the result from the
+    /// output of `neighbours.after` into the outputs of `targets`.
+    Relay {
+        neighbours: Neighbours,
         from: usize,
         bytes: usize,
         targets: Vec<usize>,
-        spreads: bool,
+        delivers: bool,
     },
 }
 
@@ -82,6 +82,12 @@ pub fn is_mapped(kind: Kind, inputs: usize, outputs: usize, crowded: bool) -> bo
             inputs.max(outputs) >= FROM
         }
     }
+}
+
+/// Whether rank `me` puts sums into its stage for the rank on the next node.
+pub fn uses_stage(kind: Kind, me: usize, nodes: &Nodes) -> bool {
+    let passes_on = |neighbours: Neighbours| neighbours.after.is_some();
+    matches!(kind, Kind::AllReduce | Kind::Reduce) && nodes.neighbours(me).is_some_and(passes_on)
 }
 
 /// Whether other ranks write into the outputs of rank `me`.
@@ -115,8 +121,8 @@ impl Part {
         let &Shape { kind, me, ranks, root, total_in, total_out, in_blocks, out_blocks, nodes } = shape;
         match kind {
             Kind::AllReduce | Kind::Reduce => {
-                if let Some(link) = nodes.link(me) {
-                    return chain(shape, link);
+                if let Some(neighbours) = nodes.neighbours(me) {
+                    return relay(shape, neighbours);
                 }
                 let (from, bytes) = slice(total_in, ranks, me);
                 let targets = if kind == Kind::AllReduce { (0..ranks).collect() } else { vec![root] };
@@ -128,10 +134,9 @@ impl Part {
             }
             Kind::Broadcast => {
                 // The ranks of each node copy the whole input into the outputs of their node.
-                let mates = nodes.mates(me).unwrap_or_else(|| (0..ranks).collect());
-                let position = mates.iter().position(|rank| *rank == me).expect("a rank is on its own node");
-                let (at, bytes) = slice(if me == root { total_in } else { total_out }, mates.len(), position);
-                let targets: Vec<usize> = mates.into_iter().filter(|rank| *rank != root).collect();
+                let mates = nodes.neighbours(me).map_or(0..ranks, |neighbours| neighbours.mates);
+                let (at, bytes) = slice(if me == root { total_in } else { total_out }, mates.len(), me - mates.start);
+                let targets: Vec<usize> = mates.filter(|rank| *rank != root).collect();
                 Part::Spread { root, at, bytes: if targets.is_empty() { 0 } else { bytes }, targets }
             }
             Kind::Scatter | Kind::Gather => Part::Copy(between_root_and_all(shape)),
@@ -163,7 +168,7 @@ impl Part {
     pub fn bytes(&self) -> usize {
         match self {
             Part::Copy(pieces) => pieces.iter().map(|piece| piece.bytes).sum(),
-            Part::Spread { bytes, .. } | Part::Fold { bytes, .. } | Part::Chain { bytes, .. } => *bytes,
+            Part::Spread { bytes, .. } | Part::Fold { bytes, .. } | Part::Relay { bytes, .. } => *bytes,
         }
     }
 
@@ -185,9 +190,9 @@ impl Part {
                 let input = inputs.iter().position(|total| !within(*from, *bytes, *total));
                 input.or_else(|| targets.iter().copied().find(|rank| !within(*to, *bytes, outputs[*rank])))
             }
-            Part::Chain { link, from, bytes, targets, spreads } => {
-                let input = link.mates.clone().find(|rank| !within(*from, *bytes, inputs[*rank]));
-                let copied = link.after.filter(|_| *spreads);
+            Part::Relay { neighbours, from, bytes, targets, delivers } => {
+                let input = neighbours.mates.clone().find(|rank| !within(*from, *bytes, inputs[*rank]));
+                let copied = neighbours.after.filter(|_| *delivers);
                 let mut written = targets.iter().copied().chain(copied);
                 input.or_else(|| written.find(|rank| !within(*from, *bytes, outputs[*rank])))
             }
@@ -196,16 +201,16 @@ impl Part {
 }
 
 /// The part of a rank in an all_reduce or reduce that is made node by node. The ranks of a node share the whole input.
-fn chain(shape: &Shape, link: Link) -> Part {
-    let Range { start, end } = link.mates;
+fn relay(shape: &Shape, neighbours: Neighbours) -> Part {
+    let Range { start, end } = neighbours.mates;
     let (from, bytes) = slice(shape.total_in, end - start, shape.me - start);
-    let spreads = shape.kind == Kind::AllReduce && link.after.is_some();
-    let targets = match (shape.kind, link.after) {
+    let delivers = shape.kind == Kind::AllReduce && neighbours.after.is_some();
+    let targets = match (shape.kind, neighbours.after) {
         (Kind::AllReduce, _) => (start..end).collect(),
         (_, None) => vec![shape.root],
         (_, Some(_)) => Vec::new(),
     };
-    Part::Chain { link, from, bytes, targets, spreads }
+    Part::Relay { neighbours, from, bytes, targets, delivers }
 }
 
 /// The pieces that rank `me` copies in a scatter or gather. A rank other than the root copies its own block, except the
@@ -318,7 +323,7 @@ mod tests {
                             Part::Spread { root, at, bytes, targets } => {
                                 targets.into_iter().for_each(|q| put((root, at), (q, at), bytes));
                             }
-                            Part::Fold { .. } | Part::Chain { .. } => panic!("{part:?}"),
+                            Part::Fold { .. } | Part::Relay { .. } => panic!("{part:?}"),
                         }
                     }
                     for (q, output) in outputs.iter().enumerate() {
@@ -351,10 +356,10 @@ mod tests {
                     bytes * targets.len().min(1) * far(me, &mut std::iter::once(root))
                         + bytes * far(me, &mut targets.into_iter())
                 }
-                Part::Chain { link, bytes, targets, spreads, .. } => {
-                    let sums = wide * far(me, &mut link.before.into_iter());
-                    let copied = far(me, &mut link.after.filter(|_| spreads).into_iter());
-                    bytes * (far(me, &mut link.mates.clone()) + sums + copied + far(me, &mut targets.into_iter()))
+                Part::Relay { neighbours, bytes, targets, delivers, .. } => {
+                    let sums = wide * far(me, &mut neighbours.before.into_iter());
+                    let copied = far(me, &mut neighbours.after.filter(|_| delivers).into_iter());
+                    bytes * (far(me, &mut neighbours.mates.clone()) + sums + copied + far(me, &mut targets.into_iter()))
                 }
                 Part::Copy(pieces) => panic!("{pieces:?}"),
             }
@@ -369,7 +374,7 @@ mod tests {
         const N: usize = 1 << 20;
         for (ranks, nodes) in [(16, 2), (32, 2), (16, 4), (64, 8)] {
             let of: Vec<u32> = (0..ranks).map(|rank| (rank * nodes / ranks) as u32).collect();
-            let known = Nodes::of(&of.iter().copied().map(Some).collect::<Vec<_>>());
+            let known = Nodes::of_list(&of).unwrap();
             let flat = Nodes::none();
             let moved = |kind, nodes: &Nodes, wide| between_nodes(kind, &of, nodes, N, wide);
             // Each rank reads its slice of all inputs and writes it into all outputs.
@@ -386,17 +391,29 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_chain_is_checked_against_every_tensor_that_it_touches() {
-        let nodes = Nodes::of(&[Some(0), Some(0), Some(1), Some(1)]);
+    fn a_part_of_a_relay_is_checked_against_every_tensor_that_it_touches() {
+        let nodes = Nodes::of_list(&[0, 0, 1, 1]).unwrap();
         let part = |kind, me, root| Part::of(&Shape { nodes: &nodes, root, ..shape(kind, me, 4, 256, 256) }, &[]);
-        let link = |mates, before, after| Link { mates, before, after };
+        let neighbours = |mates, before, after| Neighbours { mates, before, after };
         assert_eq!(
             part(Kind::AllReduce, 1, 0),
-            Part::Chain { link: link(0..2, None, Some(3)), from: 128, bytes: 128, targets: vec![0, 1], spreads: true }
+            Part::Relay {
+                neighbours: neighbours(0..2, None, Some(3)),
+                from: 128,
+                bytes: 128,
+                targets: vec![0, 1],
+                delivers: true
+            }
         );
         assert_eq!(
             part(Kind::Reduce, 2, 1),
-            Part::Chain { link: link(2..4, Some(0), None), from: 0, bytes: 128, targets: vec![1], spreads: false }
+            Part::Relay {
+                neighbours: neighbours(2..4, Some(0), None),
+                from: 0,
+                bytes: 128,
+                targets: vec![1],
+                delivers: false
+            }
         );
         let too_small =
             |inputs: [usize; 4], outputs: [usize; 4]| part(Kind::AllReduce, 1, 0).too_small(&inputs, &outputs);

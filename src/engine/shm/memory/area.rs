@@ -118,7 +118,7 @@ impl Area {
             Word::Tag { rank, n } => l.slot(rank, n),
             Word::Moved { rank, n } => l.slot(rank, n) + 40,
             Word::Folded { rank, n } => l.slot(rank, n) + 48,
-            Word::Spread { rank, n } => l.slot(rank, n) + 56,
+            Word::Delivered { rank, n } => l.slot(rank, n) + 56,
             Word::Hash { rank, n } => l.hash_word(rank, n),
             Word::Done(rank) => l.control_word(rank, DONE),
             Word::Ready(Region::Stage, rank) => l.control_word(rank, STAGE_READY),
@@ -162,7 +162,7 @@ impl Area {
     // offer's first word, because an operation that makes an offer has no payload there. Offers are written before the
     // tag (relaxed) and read after the tag was acquired.
 
-    /// Stores the offer's first word, and clears the words for `Moved`, `Folded` and `Spread`.
+    /// Stores the offer's first word, and clears the words for `Moved`, `Folded` and `Delivered`.
     pub fn set_offer(&self, n: u64, word: u64) {
         let at = self.layout.slot(self.me, n);
         self.word64(at + 32).store(word, Ordering::Relaxed);

@@ -336,12 +336,12 @@ impl Layout {
         start..start + bytes
     }
 
-    /// Cuts the stage buffers of `rank` among the nodes of the ranks that read them. In a whole round, each rank reads an
-    /// equal slice, in the order of the ranks. Empty if the nodes make no difference.
+    /// Cuts the stage buffers of `rank` among the nodes of the ranks that read them in a staged sum: in a whole round, each
+    /// rank reads an equal slice, in the order of the ranks. Empty if the nodes make no difference.
     pub fn readers(&self, rank: usize, nodes: &Nodes) -> Vec<(Range<usize>, u32)> {
         let mut ranges: Vec<(Range<usize>, u32)> = Vec::new();
         for buffer in [self.stage(rank, 0), self.stage(rank, 1)] {
-            for (reader, node) in (0..self.ranks).filter_map(|reader| Some((reader, nodes.of_rank(reader)?))) {
+            for (reader, &node) in nodes.list().iter().enumerate() {
                 let cut = |at: usize| buffer + at * self.stage_bytes / self.ranks / PAGE * PAGE;
                 let slice = cut(reader)..cut(reader + 1);
                 match ranges.last_mut() {
@@ -440,7 +440,7 @@ mod tests {
     fn slices_of_the_stage_belong_to_the_nodes_of_their_readers() {
         for (ranks, each) in [(16, 8), (16, 4), (14, 7), (24, 3), (18, 1)] {
             let l = Layout::within(ranks, 1, usize::MAX).unwrap();
-            let nodes = Nodes::of(&(0..ranks).map(|rank| Some((rank / each) as u32)).collect::<Vec<_>>());
+            let nodes = Nodes::of_list(&(0..ranks).map(|rank| (rank / each) as u32).collect::<Vec<_>>()).unwrap();
             for rank in [0, ranks - 1] {
                 let found = l.readers(rank, &nodes);
                 assert_eq!(found.len(), 2 * ranks / each, "one range for each node in each buffer");
@@ -452,7 +452,7 @@ mod tests {
                     assert_eq!(range.end, next.0.start);
                     let middle = (range.start + range.end) / 2 - l.stage(rank, 0);
                     let reader = middle % l.stage_bytes * ranks / l.stage_bytes;
-                    assert_eq!(Some(*node), nodes.of_rank(reader), "{ranks} ranks, {range:?}");
+                    assert_eq!(*node, nodes.list()[reader], "{ranks} ranks, {range:?}");
                 }
             }
             assert!(l.readers(0, &Nodes::none()).is_empty());

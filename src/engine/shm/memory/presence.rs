@@ -7,14 +7,16 @@
 //! | part | populated | peers touch it after |
 //! | --- | --- | --- |
 //! | stage, result | before the first round that fills them | `Ready` of a round (release, acquire) |
+//! | stage, for sums that go from node to node | before the operation is published | `Folded` of a chunk (release, acquire) |
 //! | envelopes of a sender | before its first message | mail (release, acquire): a first message to a rank sets a bit |
 //! | channel of a receiver | before it is first lent | the grant (release, acquire) |
 //!
 //! Words and slots are used before ranks exchange anything. So a rank populates them before it reports that it has
 //! mapped the memory, and no rank gets its group before all have reported (`rendezvous`).
 //!
-//! If the ranks are bound to several NUMA nodes (`Nodes`), each slice of a stage buffer is placed on the node of the rank
-//! that reads it: the reader waits for its loads, while the writer's stores do not wait.
+//! With the option `numa` and ranks that are bound to several nodes (`Nodes`), each slice of a stage buffer is placed on the
+//! node of the rank that reads it in a staged sum: the reader waits for its loads, while the writer's stores do not wait.
+//! Other operations read the buffers elsewhere, too.
 //!
 //! **The limits.** Filling memory past the limit of a cgroup kills the process, and memory that was free when the
 //! ranks' group was created may be in use now. So the limits are read again. If they leave too little, the operation
@@ -96,8 +98,8 @@ impl Presence {
     }
 }
 
-/// Has the slices of this rank's stage buffers placed on the nodes of the ranks that read them. Pages of ranks that share
-/// a node, or whose node is unknown, are placed on the node of this rank, which populates them.
+/// Has the slices of this rank's stage buffers placed on the nodes of the ranks that read them. Without `nodes` the pages are
+/// placed on the node of this rank, which populates them.
 fn place(segment: &Segment, layout: &Layout, me: usize, nodes: &Nodes) {
     for (range, node) in layout.readers(me, nodes) {
         if let Err(error) = segment.prefer(range, node) {

@@ -1,14 +1,15 @@
-//! all_reduce and reduce of many ranks that are bound to several NUMA nodes: the sum is made node by node.
+//! all_reduce and reduce of many ranks that are bound to several NUMA nodes, with the option `numa`: the sum is made node by
+//! node.
 //!
 //! Idea: the ranks of each node share the whole input, so that each combines a larger slice, but only of the inputs on
 //! its node. Sums go from node to node in rank order, and the last node has the result.
 //!
 //! Steps, for each chunk of a slice:
 //! 1. The rank on the first node combines the inputs of its node into its stage buffer.
-//! 2. The rank with its position on the next node continues from there, and so on (`may_fold`).
+//! 2. The rank with its position on the next node continues from there, and so on (`fold_waits_for`).
 //! 3. The rank on the last node writes the result into the outputs of its node.
 //! 4. The rank before it copies the result from there into the outputs of its own node, and so on backwards
-//!    (`has_spread`). In a reduce, the last node writes into the root's output, and this step is not needed.
+//!    (`has_delivered`). In a reduce, the last node writes into the root's output, and this step is not needed.
 //!
 //! While one node works on a chunk, the node before it works on the next one.
 //!
@@ -26,11 +27,9 @@
 use super::part::Part;
 use super::{Context, Work, in_cache};
 use crate::engine::pieces::Pieces;
-use crate::engine::shm::memory::layout;
-use crate::engine::shm::nodes::Link;
+use crate::engine::shm::nodes::Neighbours;
 use crate::engine::shm::protocol;
 use crate::engine::shm::protocol::Region;
-use crate::error::Result;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::reduce::Kernel;
@@ -39,17 +38,15 @@ use crate::threads;
 
 /// A rank's progress.
 #[derive(Default)]
-pub struct Chain {
+pub struct Relay {
     /// Chunks that this rank has combined, and chunks of the result that it has written.
     folded: u64,
-    spread: u64,
-    /// Whether this rank's stage buffers may be used: no peer reads them for an earlier operation.
-    is_free: bool,
+    delivered: u64,
 }
 
 /// A rank's slice.
 struct Slice<'a> {
-    link: &'a Link,
+    neighbours: &'a Neighbours,
     from: usize,
     bytes: usize,
     targets: &'a [usize],
@@ -69,24 +66,24 @@ impl Slice<'_> {
     }
 }
 
-impl Chain {
+impl Relay {
     /// Combines at most one chunk, and copies at most one. Returns whether something moved, and whether this rank's part
     /// is done.
-    pub fn step(&mut self, work: &Work, context: &Context, timer: &mut ChunkTimer) -> Result<(bool, bool)> {
-        let Part::Chain { link, from, bytes, targets, spreads } = &work.part else {
+    pub fn step(&mut self, work: &Work, context: &Context, timer: &mut ChunkTimer) -> (bool, bool) {
+        let Part::Relay { neighbours, from, bytes, targets, delivers } = &work.part else {
             unreachable!("called for this part only")
         };
         let kernel = context.kernel.expect("a reducing operation has a kernel");
         let elements = context.area.layout.stage_bytes / kernel.accumulator_size();
         let chunk = elements * kernel.element_size();
-        let slice = Slice { link, from: *from, bytes: *bytes, targets, chunk };
+        let slice = Slice { neighbours, from: *from, bytes: *bytes, targets, chunk };
         let chunks = slice.chunks();
-        let mut moved = self.folded < chunks && self.try_fold(&slice, work, kernel, context, timer)?;
-        if !spreads {
-            self.spread = chunks;
+        let mut moved = self.folded < chunks && self.try_fold(&slice, work, kernel, context, timer);
+        if !delivers {
+            self.delivered = chunks;
         }
-        moved |= self.spread < chunks && self.try_spread(&slice, work, context, timer);
-        Ok((moved, self.folded == chunks && self.spread == chunks))
+        moved |= self.delivered < chunks && self.try_deliver(&slice, work, context, timer);
+        (moved, self.folded == chunks && self.delivered == chunks)
     }
 
     fn try_fold(
@@ -96,54 +93,54 @@ impl Chain {
         kernel: &Kernel,
         context: &Context,
         timer: &mut ChunkTimer,
-    ) -> Result<bool> {
-        let (&Context { area, op, round, .. }, link, c) = (context, slice.link, self.folded);
-        if !protocol::may_fold(area, link.before, link.after, op.number, c) {
-            link.before.or(link.after).into_iter().for_each(|rank| timer.misses(rank));
-            return Ok(false);
+    ) -> bool {
+        let (&Context { area, op, round, .. }, neighbours, c) = (context, slice.neighbours, self.folded);
+        let mut missing = protocol::fold_waits_for(area, neighbours.before, neighbours.after, op.number, c);
+        if c == 0 && neighbours.after.is_some() {
+            // A peer may still read this rank's stage buffers for an earlier operation.
+            let reads = |q: &usize| *q != area.me && !protocol::has_read(area, Region::Stage, *q, round + 1);
+            missing = missing.or_else(|| (0..area.ranks).find(reads));
         }
-        if link.after.is_some() && !self.is_free {
-            if !protocol::may_fill(area, Region::Stage, area.me, area.ranks, round + 1) {
-                return Ok(false);
-            }
-            area.make_present([layout::Part::Stage])?;
-            self.is_free = true;
+        if let Some(rank) = missing {
+            timer.misses(rank);
+            return false;
         }
         let began = timer.begin(op);
         let (at, bytes) = slice.range(c);
         let (size, wide) = (kernel.element_size(), kernel.accumulator_size());
         let buffer = |rank| area.stage(rank, c, 0, bytes / size * wide) as usize;
-        let (before, own) = (link.before.map_or(0, buffer), link.after.map(|_| buffer(area.me)));
+        let (before, own) = (neighbours.before.map(buffer), neighbours.after.map(|_| buffer(area.me)));
         threads::split(bytes, |start, length| {
             for (next, length) in in_cache(start, length) {
                 let wide = next / size * wide;
-                let sums = if before == 0 { std::ptr::null() } else { (before + wide) as *const u8 };
+                let sums = before.map_or(std::ptr::null(), |before| (before + wide) as *const u8);
                 // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
-                // checked that the slice is within them, and only this rank accesses it in the inputs and outputs of
-                // its node. `may_fold` was true: the buffer of the rank before has this chunk, and the rank after no
-                // longer reads this rank's buffer. No two ranges have a byte in common.
+                // checked that the slice is within them. Of the ranks of this node only this one has the slice, and a
+                // rank of another node accesses it in an output only after `Delivered`. The buffer of the rank before
+                // has this chunk, and the rank after no longer reads this rank's buffer (`fold_waits_for`). No two
+                // ranges have a byte in common.
                 unsafe { fold(work, slice, kernel, area.me, (at + next, length), sums, own.map(|own| own + wide)) };
             }
         });
         timer.end(&op.timing.reducing, began);
         if !protocol::was_whole(area) {
-            return Ok(false); // the group finds the reason
+            return false; // the group finds the reason
         }
         fault_points::reached(FaultPoint::ChunkFolded);
         protocol::folded(area, area.me, op.number, c);
-        if link.after.is_none() {
-            protocol::spread(area, area.me, op.number, c);
+        if neighbours.after.is_none() {
+            protocol::delivered(area, area.me, op.number, c);
         }
         fault_points::reached(FaultPoint::ChunkPublished);
         self.folded += 1;
-        Ok(true)
+        true
     }
 
     /// Copies the next chunk of the result from the output of the rank after this one.
-    fn try_spread(&mut self, slice: &Slice, work: &Work, context: &Context, timer: &mut ChunkTimer) -> bool {
-        let (&Context { area, op, .. }, c) = (context, self.spread);
-        let after = slice.link.after.expect("the last node does not copy");
-        if !protocol::has_spread(area, after, op.number, c) {
+    fn try_deliver(&mut self, slice: &Slice, work: &Work, context: &Context, timer: &mut ChunkTimer) -> bool {
+        let (&Context { area, op, .. }, c) = (context, self.delivered);
+        let after = slice.neighbours.after.expect("the last node does not copy");
+        if !protocol::has_delivered(area, after, op.number, c) {
             timer.misses(after);
             return false;
         }
@@ -151,7 +148,7 @@ impl Chain {
         let (at, bytes) = slice.range(c);
         let source = Pieces(&work.theirs[after].outputs);
         threads::split(bytes, |start, length| {
-            // SAFETY: as in `try_fold`. `has_spread` was true: the rank after has written this chunk of its output, and
+            // SAFETY: as in `try_fold`. `has_delivered` was true: the rank after has written this chunk of its output, and
             // no rank writes it again.
             unsafe { work.copy_to(slice.targets, source, at + start, length) }
         });
@@ -159,9 +156,9 @@ impl Chain {
         if !protocol::was_whole(area) {
             return false; // the group finds the reason
         }
-        fault_points::reached(FaultPoint::ChunkSpread);
-        protocol::spread(area, area.me, op.number, c);
-        self.spread += 1;
+        fault_points::reached(FaultPoint::ChunkDelivered);
+        protocol::delivered(area, area.me, op.number, c);
+        self.delivered += 1;
         true
     }
 }
@@ -170,7 +167,7 @@ impl Chain {
 /// `own` or, on the last node, where `own` is None, the result into the outputs of the slice's targets.
 ///
 /// # Safety
-/// The range must be within these tensors, and no other rank may access it. `sums` and `own` must have room for the
+/// The range must be within these tensors, and no other rank may access it during the call. `sums` and `own` must have room for the
 /// accumulators and not overlap.
 unsafe fn fold(
     work: &Work,
@@ -181,7 +178,7 @@ unsafe fn fold(
     sums: *const u8,
     own: Option<usize>,
 ) {
-    let (mates, elements) = (slice.link.mates.clone(), bytes / kernel.element_size());
+    let (mates, elements) = (slice.neighbours.mates.clone(), bytes / kernel.element_size());
     let factors = work.factors.get(mates.clone()).unwrap_or(&[]);
     // SAFETY: the function's contract. An output is exactly an input or overlaps none (the contract of `Request`).
     unsafe {
