@@ -327,8 +327,8 @@ fn rule_17_sums_that_are_made_node_by_node_have_the_same_bits() {
                 mapped += usize::from(last_path(&groups[me]) == "mapped");
             }
             assert!(mapped > TURNS / 3, "{mapped} of {TURNS} on {nodes:?}");
-            let by_node = Nodes::of_list(nodes).is_some();
-            assert_eq!(chunks.get() > 0, by_node, "{} chunks on {nodes:?}", chunks.get());
+            // This thread may also have run chunks of another test, so nothing is said about the other nodes.
+            assert!(chunks.get() > 0 || Nodes::of_list(nodes).is_none(), "no sum was made node by node on {nodes:?}");
         });
     }
 }
