@@ -484,12 +484,17 @@ def test_a_table_beside_computing_processes_shows_the_median_and_the_worst_start
 
 
 def test_wide_shares_the_cores_and_refuses_what_is_no_layout() -> None:
-    assert wide.layouts("", 16) == [(2, 8), (4, 4), (16, 1)]
+    assert wide.layouts("", 16) == [(2, 8), (2, 4), (4, 4), (16, 1)]
     assert wide.layouts("", 2) == [(2, 1)]
     assert wide.layouts("2x8,4x4", 2) == [(2, 8), (4, 4)]
     for wrong in ("2", "2x", "0x4", "2x8x2", "ax1"):
         with pytest.raises(ValueError, match="expected ranks x threads"):
             wide.layouts(wrong, 16)
+
+
+def test_wide_reads_the_kernels_lists_of_cpus_and_counts_cores() -> None:
+    assert wide.cpus_of("0-2,8\n") == {0, 1, 2, 8} and wide.cpus_of("\n") == set()
+    assert 1 <= wide.cores() <= len(os.sched_getaffinity(0))
 
 
 def test_wide_measures_with_several_threads_and_writes_one_file(tmp_path: Path) -> None:
@@ -499,7 +504,9 @@ def test_wide_measures_with_several_threads_and_writes_one_file(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(next(tmp_path.glob("*/wide.json")).read_text())["runs"]
     assert (run["ranks"], run["threads"], [row["size"] for row in run["results"]]) == (2, 2, [8, 512 << 10])
-    ways = ["limit", "reachable, 2 threads", "ordinary, 2 threads", "reachable, 1 thread", "ordinary, 1 thread", "gloo"]
+    by_threads = [f"{way}, {count}" for count in ("2 threads", "1 thread") for way in ("reachable", "ordinary")]
+    ways = ["limit", *by_threads[:2], "asynchronous, 2 threads", "asynchronous, 1 thread", *by_threads[2:], "gloo"]
+    assert "shared memory" in run["groups"]["all"]
     assert all(list(row["times"]) == ways for row in run["results"])
     assert all(one["p10"] > 0 for row in run["results"] for one in row["times"].values())
     assert "## 2 ranks x 2 threads, p10, share of the limit" in done.stdout

@@ -133,6 +133,7 @@ def test_every_variable_of_an_option_overrides_it() -> None:
         "SAGELLM_FUSION": ("off", False, "1 or 0 (on or off)"),
         "SAGELLM_LINKS": (" 3 ", 3, "a whole number from 1 to 16"),
         "SAGELLM_MEASURE_LINK": ("0", False, "1 or 0 (on or off)"),
+        "SAGELLM_NUMA": ("1", True, "1 or 0 (on or off)"),
         "SAGELLM_ON_DEVICE_FAILURE": ("Exit", "Exit", "one of raise, exit, none"),
         "SAGELLM_STRICT": ("ON", True, "1 or 0 (on or off)"),
         "SAGELLM_THREADS": ("7", 7, "a whole number from 0 (as torch) to 4096"),
