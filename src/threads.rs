@@ -325,7 +325,7 @@ mod tests {
             (own_cores(64, 64, 2, (8, 8)), own_cores(64, 64, 2, (2, 8)), own_cores(64, 64, 1, (8, 8))),
             (4, 4, 8)
         );
-        // Each of the 8 ranks has 8 CPUs of its own.
+        // Each of 8 ranks is bound to 8 CPUs; the second case is a group of two of them.
         assert_eq!((own_cores(8, 64, 2, (8, 8)), own_cores(8, 16, 2, (2, 8))), (4, 4));
         assert_eq!(own_cores(2, 2, 1, (4, 4)), 0);
     }

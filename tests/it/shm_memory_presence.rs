@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{cut, on_memory, on_ranks, plain};
+use crate::common::{Memory, cut, on_memory, on_ranks, plain};
 use sagellm::engine::local;
 use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::shm::memory::layout::{Layout, Part};
@@ -127,10 +127,14 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_befo
 
 /// Areas of all ranks for which rank 1 reports `headroom` as its memory left, and the other ranks report no limit.
 fn with_little_on_rank_1(ranks: usize, headroom: fn() -> Option<u64>) -> Vec<Arc<Area>> {
+    with_little_on(ranks, &Nodes::none(), headroom)
+}
+
+fn with_little_on(ranks: usize, nodes: &Nodes, headroom: fn() -> Option<u64>) -> Vec<Arc<Area>> {
     let layout = Layout::within(ranks, 1, usize::MAX).unwrap();
     let segment = Arc::new(Segment::anonymous(layout.total()).unwrap());
     let area = |me: usize| {
-        let area = Area::new(Arc::clone(&segment), layout, me, Nodes::none()).with_headroom(|| None);
+        let area = Area::new(Arc::clone(&segment), layout, me, nodes.clone()).with_headroom(|| None);
         Arc::new(if me == 1 { area.with_headroom(headroom) } else { area })
     };
     (0..ranks).map(area).collect()
@@ -175,6 +179,28 @@ fn rule_24_where_no_room_is_left_the_operation_fails_on_every_rank_before_anythi
         assert_told(&format!("a message of {bytes} bytes"), outcomes);
         assert_eq!(of_rank_1(&areas), 0);
     }
+}
+
+/// A rank that has no memory for sums that another node continues fails the operation before any rank writes a result.
+#[test]
+fn rule_24_no_rank_writes_a_sum_of_several_nodes_if_another_rank_has_no_room_for_its_sums() {
+    let areas = with_little_on(4, &Nodes::of_list(&[0, 0, 1, 1]).unwrap(), || Some(200 << 10));
+    let groups = Group::over(areas, TIMEOUT);
+    on_ranks(4, |me| {
+        // Two broadcasts of rank 0, in which rank 1 needs none of its own buffers, make all arenas known.
+        for _ in 0..2 {
+            let mut memory = Memory::shared(&vec![me as u8; 4 << 20]);
+            let span = cut(&mut memory, 1, 1);
+            let (reads, writes) = if me == 0 { (span, Vec::new()) } else { (Vec::new(), span) };
+            groups[me].run(plain(Kind::Broadcast, 0, reads, writes), None).unwrap();
+            assert!(memory.iter().all(|byte| *byte == 0));
+        }
+        let mut memory = Memory::shared(&vec![1; 4 << 20]);
+        let request = plain(Kind::AllReduce, 0, cut(&mut memory, 1, 1), cut(&mut memory, 1, 1));
+        let text = groups[me].run(request, None).expect_err("rank 1 has no room").to_string();
+        assert!(text.contains("rank 1 has too little memory"), "on rank {me}: {text}");
+        assert!(memory.iter().all(|byte| *byte == 1), "rank {me}: a result was written");
+    });
 }
 
 #[test]

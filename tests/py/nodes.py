@@ -1,4 +1,5 @@
-"""Ranks that see a machine with two NUMA nodes: each replaces the kernel's files in a mount namespace of its own."""
+"""Makes a rank see a machine with two NUMA nodes. The kernel's list of nodes is replaced in a new mount namespace,
+which only that rank uses."""
 
 from __future__ import annotations
 

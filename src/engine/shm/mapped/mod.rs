@@ -316,8 +316,8 @@ impl Work {
         }
     }
 
-    /// Calls `combine` with the addresses of `bytes` bytes at `from` in the inputs of `ranks`. Copies those that are not
-    /// contiguous.
+    /// Calls `combine` with one address for each of `ranks`, at which its input has the `bytes` bytes from `from` on. If
+    /// they consist of several pieces, the address is that of a copy.
     ///
     /// # Safety
     /// The range must be within these inputs, and no other rank may write it during the call.

@@ -8,14 +8,15 @@
 //! 1. The rank on the first node combines the inputs of its node into its stage buffer.
 //! 2. The rank with its position on the next node continues from there, and so on (`fold_waits_for`).
 //! 3. The rank on the last node writes the result into the outputs of its node.
-//! 4. The rank before it copies the result from there into the outputs of its own node, and so on backwards
-//!    (`has_delivered`). In a reduce, the last node writes into the root's output, and this step is not needed.
+//! 4. The rank on the node before copies the result from there into the outputs of its own node, and so on until the
+//!    first node (`has_delivered`). A reduce needs no such step, because the last node writes into the root's output.
 //!
 //! While one node works on a chunk, the node before it works on the next one.
 //!
-//! Bytes of an all_reduce of P ranks on M nodes, N bytes each: every rank reads N and writes N, as without nodes, and
-//! besides writes and reads the sums of a chunk, `M N / P` in all. Between two nodes move N bytes of sums and N bytes of
-//! the result, instead of about `P N` bytes. Sums of 16-bit numbers have 32 bits.
+//! Bytes of an all_reduce of P ranks on M nodes, N bytes each: every rank reads N and writes N, as without nodes. It also
+//! writes the sums of its slice (`M N / P` bytes), and reads those of the node before and the result. N bytes of sums and N
+//! bytes of the result move between two neighbouring nodes; without nodes, `N P` bytes move between two nodes. Sums of
+//! 16-bit numbers have 32 bits.
 //!
 //! Order: rank 0..P-1 for each element, the same as without nodes, because a sum continues from an accumulator that was
 //! not rounded (`Kernel::accumulate`).
