@@ -4,8 +4,8 @@
 The ranks share the cores evenly, and torch's intra-op threads of each rank fill its share, except in one layout, whose
 ranks use half of their cores. These ways take turns in the same processes: ours on tensors that peers can reach, ours
 on ordinary tensors, an asynchronous call that no thread waits for (it uses free cores), all of these with one thread a
-rank, and gloo. On a machine with several NUMA nodes each rank of a large group is bound to one, and ours with the
-option `numa` is one more way.
+rank, and gloo. On a machine with several NUMA nodes or last-level caches, each rank of a large group is bound to one,
+and ours with the option `numa` is one more way.
 
 In the same turns all ranks also copy their tensor at the same time, with the same number of threads. A plain copy is
 the limit of an all_reduce that fits into the cache. It is no limit for a larger all_reduce: a copy writes a second
@@ -62,16 +62,28 @@ def layouts(text: str, cores: int) -> list[tuple[int, int]]:
 
 
 def bind_to_node(rank: int, ranks: int) -> bool:
-    """Binds this rank to a NUMA node, each to as many as any other. Returns whether there are several."""
+    """Binds this rank to a NUMA node, or on one node to a last-level cache, each to as many as any other. Returns
+    whether there are several."""
     allowed = os.sched_getaffinity(0)
-    lists = sorted(
-        Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
-    )
-    nodes = [cpus for cpus in (allowed & cpus_of(path.read_text()) for path in lists) if cpus]
-    if len(nodes) < 2 or ranks % len(nodes):
+    system = Path("/sys/devices/system")
+    nodes = cpus_by_list(allowed, list(system.glob("node/node[0-9]*/cpulist")))
+    if len(nodes) < 2:
+        caches = [max(system.glob(f"cpu/cpu{cpu}/cache/index*"), key=level_of, default=None) for cpu in allowed]
+        nodes = cpus_by_list(allowed, [cache / "shared_cpu_list" for cache in caches if cache])
+    if len(nodes) < 2 or ranks % len(nodes) or ranks == len(nodes):
         return False
     os.sched_setaffinity(0, nodes[rank * len(nodes) // ranks])
     return True
+
+
+def level_of(cache: Path) -> int:
+    return int((cache / "level").read_text())
+
+
+def cpus_by_list(allowed: set[int], lists: list[Path]) -> list[set[int]]:
+    """The CPUs in each of these files that this process may use, without repetition, by their first CPU."""
+    found = {tuple(sorted(allowed & cpus_of(path.read_text()))) for path in lists}
+    return [set(cpus) for cpus in sorted(found) if cpus]
 
 
 def cpus_of(text: str) -> set[int]:
@@ -112,7 +124,7 @@ def ways(count: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, tu
         found[f"asynchronous, {threads} threads"] = polled(torch_sagellm.empty(count, dtype=dtype), "all")
         found["asynchronous, 1 thread"] = polled(torch_sagellm.empty(count, dtype=dtype), "one")
     if "numa" in groups:
-        found["reachable, by NUMA node"] = reduces(torch_sagellm.empty(count, dtype=dtype), "numa")
+        found["reachable, node by node"] = reduces(torch_sagellm.empty(count, dtype=dtype), "numa")
     found["reachable, 1 thread"] = reduces(torch_sagellm.empty(count, dtype=dtype), "one")
     found["ordinary, 1 thread"] = reduces(torch.empty(count, dtype=dtype), "one")
     found["gloo"] = reduces(torch.empty(count, dtype=dtype), "gloo")

@@ -59,7 +59,8 @@ pub struct Settings {
     pub strict: bool,
     /// Measures the link between hosts when the group is created. If false, the start rules decide (`select::start`).
     pub measure_link: bool,
-    /// Combines and broadcasts large tensors NUMA node by node, where that is possible (`engine::shm::nodes`).
+    /// Combines and broadcasts large tensors node by node (NUMA node or last-level cache), where that is possible
+    /// (`engine::shm::nodes`).
     pub numa: bool,
     /// How much of each result is compared between the ranks.
     pub verify: Verify,

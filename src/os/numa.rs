@@ -1,4 +1,4 @@
-//! The NUMA nodes of this machine, and on which of them memory lies.
+//! The NUMA nodes and last-level caches of this machine, and on which node memory lies.
 
 #![allow(unsafe_code)] // a system call that places memory
 
@@ -36,15 +36,35 @@ pub fn node_of(mask: &[u64]) -> Option<u32> {
 }
 
 fn among(nodes: &[Node], mask: &[u64]) -> Option<u32> {
-    let bits = |word: usize| mask.get(word).copied().unwrap_or(0);
-    let holds_all = |node: &&Node| {
-        let own = mask_of(&node.cpus);
-        (0..mask.len().max(own.len())).all(|word| bits(word) & !own.get(word).copied().unwrap_or(0) == 0)
-    };
-    if mask.iter().all(|word| *word == 0) {
-        return None;
-    }
-    nodes.iter().find(holds_all).map(|node| node.number)
+    first_of(mask)?;
+    nodes.iter().find(|node| holds(&mask_of(&node.cpus), mask)).map(|node| node.number)
+}
+
+/// Whether all CPUs of `mask` are in `all`.
+fn holds(all: &[u64], mask: &[u64]) -> bool {
+    mask.iter().enumerate().all(|(word, bits)| bits & !all.get(word).copied().unwrap_or(0) == 0)
+}
+
+/// Returns the first CPU of a mask.
+pub fn first_of(mask: &[u64]) -> Option<u32> {
+    let word = mask.iter().position(|word| *word != 0)?;
+    Some(word as u32 * 64 + mask[word].trailing_zeros())
+}
+
+/// Returns the last-level cache that all CPUs of this affinity mask share, as the number of the first CPU that uses it.
+/// None if they use several, or if the kernel does not report them.
+pub fn cache_of(mask: &[u64]) -> Option<u32> {
+    cache_in(Path::new("/sys/devices/system/cpu"), mask)
+}
+
+fn cache_in(cpus: &Path, mask: &[u64]) -> Option<u32> {
+    let level = |cache: &Path| fs::read_to_string(cache.join("level")).ok()?.trim().parse::<u32>().ok();
+    // A cache of instructions is never the last level.
+    let caches = fs::read_dir(cpus.join(format!("cpu{}/cache", first_of(mask)?))).ok()?;
+    let caches = caches.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let (_, last) = caches.filter_map(|cache| Some((level(&cache)?, cache))).max()?;
+    let users = mask_of(&fs::read_to_string(last.join("shared_cpu_list")).ok()?);
+    if holds(&users, mask) { first_of(&users) } else { None }
 }
 
 /// Returns how many CPUs of a list, as the kernel writes it, are in a mask.
@@ -143,6 +163,37 @@ mod tests {
             assert_eq!(among(&nodes, &mask), node, "{mask:?}");
         }
         assert_eq!(among(&[], &[1]), None);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no files")]
+    fn a_mask_belongs_to_the_last_level_cache_that_all_of_its_cpus_use() {
+        let faked = tempfile::Faked::new(&[]);
+        let cache = |cpu: u32, index: u32, level: u32, users: &str| {
+            let directory = faked.0.join(format!("cpu{cpu}/cache/index{index}"));
+            fs::create_dir_all(&directory).unwrap();
+            fs::write(directory.join("level"), format!("{level}\n")).unwrap();
+            fs::write(directory.join("shared_cpu_list"), format!("{users}\n")).unwrap();
+        };
+        for cpu in [0, 4, 5, 64] {
+            cache(cpu, 0, 1, &cpu.to_string());
+            cache(cpu, 1, 3, if cpu == 4 || cpu == 5 { "4-7" } else { "0-3,64-67" });
+            cache(cpu, 2, 2, &cpu.to_string());
+        }
+        fs::create_dir_all(faked.0.join("cpu8/cache")).unwrap();
+        for (mask, cache) in [
+            (vec![0b0001], Some(0)),
+            (vec![0b1111, 0b1111], Some(0)),
+            (vec![0, 0b0001], Some(0)),
+            (vec![0b0011_0000], Some(4)),
+            (vec![0b0001_0001], None),
+            (vec![0b1_0000, 1], None),
+            (vec![1 << 8], None),
+            (vec![1 << 9], None),
+            (vec![], None),
+        ] {
+            assert_eq!(cache_in(&faked.0, &mask), cache, "{mask:?}");
+        }
     }
 
     #[test]

@@ -58,8 +58,7 @@ pub fn count_mask(mask: &[u64]) -> usize {
 pub fn cpus_per_core() -> usize {
     static FOUND: Lazy<usize> = Lazy::new(|| {
         let mask = affinity_mask();
-        let first = mask.iter().position(|word| *word != 0).map(|at| at * 64 + mask[at].trailing_zeros() as usize);
-        let siblings = first
+        let siblings = numa::first_of(&mask)
             .and_then(|cpu| read_trimmed(format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")));
         siblings.map_or(1, |list| numa::count_of(&list, &mask).max(1))
     });

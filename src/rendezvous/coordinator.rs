@@ -250,14 +250,14 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// The NUMA nodes of the ranks, if the option asks for them.
+    /// The NUMA nodes or caches of the ranks, if the option asks for them.
     fn nodes(&self, bodies: &[&Body]) -> Nodes {
         let config = self.session.config;
         if !config.settings.numa {
             return Nodes::none();
         }
-        let nodes: Vec<Option<u32>> = bodies.iter().map(|body| body.identity.node).collect();
-        Nodes::of_group(&nodes).unwrap_or_else(|(level, reason)| {
+        let places = bodies.iter().map(|body| (body.identity.node, body.identity.cache));
+        Nodes::of_group(&places.collect::<Vec<_>>()).unwrap_or_else(|(level, reason)| {
             // Subgroups inherit the option, and a group over several hosts has several groups inside each.
             let key = if level == log::Level::Warn { "a warning about numa" } else { "news about numa" };
             if first_time(key) {

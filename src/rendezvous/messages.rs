@@ -10,12 +10,13 @@ use super::addresses::{Addresses, Network, Rank, Way};
 use super::unix_socket;
 use crate::config::Threads;
 use crate::engine::shm::memory::segment::Backing;
+use crate::engine::shm::nodes::Level;
 use crate::fields::{MAX_LIST, Reader, Writer};
 use crate::os::{numa, topology};
 use crate::select;
 
 /// Must change with every change of these messages, of their order, or of other bytes that ranks exchange.
-pub const PROTOCOL: u32 = 17;
+pub const PROTOCOL: u32 = 18;
 
 /// Random and new for every attempt. Distinguishes the keys of live processes from those of earlier attempts.
 pub type Nonce = [u8; 16];
@@ -50,6 +51,8 @@ pub struct Identity {
     pub headroom: Option<u64>,
     /// The NUMA node to which the process is bound. `None` if it may run on several.
     pub node: Option<u32>,
+    /// The last-level cache that the process uses (`numa::cache_of`). `None` if it may use several.
+    pub cache: Option<u32>,
 }
 
 impl Identity {
@@ -63,6 +66,7 @@ impl Identity {
             pidns: topology::pidns(),
             hostname: topology::hostname(),
             node: numa::node_of(&affinity),
+            cache: numa::cache_of(&affinity),
             affinity,
             quota_millicores,
             headroom,
@@ -122,6 +126,7 @@ impl Record {
             .u64(identity.quota_millicores.unwrap_or(u64::MAX))
             .u64(identity.headroom.unwrap_or(u64::MAX))
             .u32(identity.node.unwrap_or(u32::MAX))
+            .u32(identity.cache.unwrap_or(u32::MAX))
             .text(wish)
             .text(delegate)
             .list(known, |to, (id, place)| to.raw(id).u32(*place))
@@ -153,6 +158,7 @@ impl Record {
             quota_millicores: limit(from.u64()?),
             headroom: limit(from.u64()?),
             node: Some(from.u32()?).filter(|node| *node != u32::MAX),
+            cache: Some(from.u32()?).filter(|cache| *cache != u32::MAX),
         };
         let (wish, delegate) = (from.text()?, from.text()?);
         let known = from.list(|from| Some((from.array()?, from.u32()?)))?;
@@ -348,8 +354,9 @@ pub struct Offer {
     pub local_cores: u32,
     /// Number of threads that each rank may use.
     pub threads: u32,
-    /// `Nodes` of the ranks, as a list. Only in the first part.
+    /// `Nodes` of the ranks, as a list, and what it lists. Only in the first part.
     pub nodes: Vec<u32>,
+    pub level: Level,
     /// Rank 0's pid namespace. The pids in `ranks` are valid only there.
     pub pidns: u64,
     /// (pid, host name) by rank. Only in the first part, and empty for known peers.
@@ -368,6 +375,7 @@ impl Offer {
             .u32(self.local_cores)
             .u32(self.threads)
             .list(&self.nodes, |to, node| to.u32(*node))
+            .u8(self.level as u8)
             .u64(self.pidns)
             .list(&self.ranks, |to, (pid, host)| to.u32(*pid as u32).text(host))
             .list(&self.process_of, |to, rank| to.u32(*rank))
@@ -389,6 +397,7 @@ impl Offer {
             local_cores: from.u32()?,
             threads: from.u32()?,
             nodes: from.list(Reader::u32)?,
+            level: Level::from_code(from.u8()?)?,
             pidns: from.u64()?,
             ranks: from.list(|from| Some((from.u32()? as i32, from.text()?)))?,
             process_of: from.list(Reader::u32)?,

@@ -70,7 +70,7 @@ pub struct Met {
     pub local_cores: usize,
     /// Number of threads that each rank may use to copy and combine. Equal on every rank.
     pub threads: usize,
-    /// The NUMA nodes of the ranks. Equal on every rank.
+    /// The NUMA nodes or last-level caches of the ranks. Equal on every rank.
     pub nodes: Nodes,
     /// `Config::policy` of rank 0.
     pub policy: String,

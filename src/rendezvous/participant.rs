@@ -286,9 +286,9 @@ fn accept(
     }
     let nodes = match &offer.nodes[..] {
         [] => Some(Nodes::none()),
-        list => Nodes::of_list(list).filter(|_| list.len() == size),
+        list => Nodes::of_list(offer.level, list).filter(|_| list.len() == size),
     };
-    let nodes = nodes.ok_or_else(|| wrong("the NUMA nodes"))?;
+    let nodes = nodes.ok_or_else(|| wrong("the NUMA nodes or caches"))?;
     let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
     if !has_signed(&segment, 0, &decision.nonces[0], &decision.id) {
         return Err(Error::system("rank 0's signature is not in the shared memory"));

@@ -379,6 +379,7 @@ fn offers<'f>(
             local_cores: to_share.local_cores as u32,
             threads: to_share.threads as u32,
             nodes: if part == 0 { to_share.nodes.list().to_vec() } else { Vec::new() },
+            level: to_share.nodes.level(),
             pidns,
             ranks: if part == 0 { ranks.to_vec() } else { Vec::new() },
             process_of: group.iter().map(|(rank, _)| *rank).collect(),

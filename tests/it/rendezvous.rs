@@ -16,6 +16,7 @@ use crate::common::test_name;
 use proptest::prelude::*;
 use sagellm::config::{Config, Threads};
 use sagellm::engine::shm::memory::segment::Backing;
+use sagellm::engine::shm::nodes::Level;
 use sagellm::error::{ErrorKind, Result};
 use sagellm::fields::cleaned;
 use sagellm::host::{Host, Store};
@@ -1006,6 +1007,7 @@ fn identity() -> impl Strategy<Value = Identity> {
     (any::<(String, u32, u64, u64, String)>(), any::<Vec<u64>>(), any::<Option<u32>>(), any::<Option<u32>>()).prop_map(
         |((boot_id, uid, netns, pidns, hostname), affinity, quota, headroom)| Identity {
             node: quota.map(|quota| quota / 2),
+            cache: headroom.map(|headroom| headroom / 2),
             boot_id: cleaned(&boot_id, &[]),
             uid,
             netns,
@@ -1057,7 +1059,7 @@ proptest! {
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
         let decision = DecisionMessage { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]), network: Some(Network { way: Way::V6, places: 2 }) };
         let offer = Offer {
-            id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, threads: 7, nodes: vec![0, 1], pidns: 4,
+            id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, threads: 7, nodes: vec![0, 1], level: Level::Cache, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],
         };
         let hello = Hello { id, nonce: id, rank: 3 };

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::common::reference::{is_defined, reference_all};
 use crate::common::{Memory, Random, Spec, areas_on, cut, on_ranks, plain};
-use sagellm::engine::shm::nodes::Nodes;
+use sagellm::engine::shm::nodes::{Level, Nodes};
 use sagellm::group::Group;
 use sagellm::os::fault_points;
 use sagellm::os::fault_points::FaultPoint;
@@ -339,7 +339,10 @@ fn rule_17_sums_that_are_made_node_by_node_have_the_same_bits() {
             }
             assert!(mapped > TURNS / 3, "{mapped} of {TURNS} on {nodes:?}");
             // This thread may also have run chunks of another test, so nothing is said about the other nodes.
-            assert!(chunks.get() > 0 || Nodes::of_list(nodes).is_none(), "no sum was made node by node on {nodes:?}");
+            assert!(
+                chunks.get() > 0 || Nodes::of_list(Level::Numa, nodes).is_none(),
+                "no sum was made node by node on {nodes:?}"
+            );
         });
     }
 }

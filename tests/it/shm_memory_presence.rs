@@ -9,7 +9,7 @@ use sagellm::engine::local;
 use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::shm::memory::layout::{Layout, Part};
 use sagellm::engine::shm::memory::segment::{Segment, page_size};
-use sagellm::engine::shm::nodes::Nodes;
+use sagellm::engine::shm::nodes::{Level, Nodes};
 use sagellm::error::Result;
 use sagellm::group::Group;
 use sagellm::types::{ANY_RANK, Kind};
@@ -184,7 +184,7 @@ fn rule_24_where_no_room_is_left_the_operation_fails_on_every_rank_before_anythi
 /// A rank that has no memory for sums that another node continues fails the operation before any rank writes a result.
 #[test]
 fn rule_24_no_rank_writes_a_sum_of_several_nodes_if_another_rank_has_no_room_for_its_sums() {
-    let areas = with_little_on(4, &Nodes::of_list(&[0, 0, 1, 1]).unwrap(), || Some(200 << 10));
+    let areas = with_little_on(4, &Nodes::of_list(Level::Numa, &[0, 0, 1, 1]).unwrap(), || Some(200 << 10));
     let groups = Group::over(areas, TIMEOUT);
     on_ranks(4, |me| {
         // Two broadcasts of rank 0, in which rank 1 needs none of its own buffers, make all arenas known.

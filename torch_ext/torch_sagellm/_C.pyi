@@ -220,8 +220,9 @@ class Options:
     measure_link: bool
     #: Whether large CPU tensors that peers can reach are summed (all_reduce, reduce) and broadcast NUMA node by node,
     #: if a host has at least 13 ranks of the group, each bound to one node, on each node equally many with consecutive
-    #: numbers. The results have the same bits. Each host's first rank decides for its host, and says in the log if
-    #: this is impossible; SAGELLM_NUMA overrides it; see docs/tuning.md.
+    #: numbers; if all are on one node, the same applies to its last-level caches. The results have the same bits. Each
+    #: host's first rank decides for its host, and says in the log if this is impossible; SAGELLM_NUMA overrides it; see
+    #: docs/tuning.md.
     numa: bool
     #: Largest number of threads that copy and combine large CPU tensors: torch's, while a thread of this rank waits,
     #: in a synchronous call or in ``wait()``; else as many as the rank has cores that torch's threads leave free. 0

@@ -408,9 +408,9 @@ impl Engine for Shm {
             layout.total() >> 10,
             layout.depth,
             layout.stage_bytes >> 10,
-            match self.area.nodes.count() {
-                0 => String::new(),
-                nodes => format!(", large sums and broadcasts node by node on {nodes} NUMA nodes"),
+            match (self.area.nodes.count(), self.area.nodes.level()) {
+                (0, _) => String::new(),
+                (nodes, level) => format!(", large sums and broadcasts node by node on {nodes} {}", level.plural()),
             },
             self.policy.verify.described(),
         )

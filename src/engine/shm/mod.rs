@@ -15,7 +15,7 @@
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
 //! | `headers` | what each rank called, and the errors if they differ |
 //! | `table` | the sizes of the blocks of an all_to_all |
-//! | `nodes` | which ranks share a NUMA node |
+//! | `nodes` | which ranks share a NUMA node or a last-level cache |
 //! | `results` | compares the ranks' results, if the group asks for it |
 //! | `memory/arena`, `memory/extents` | this process's tensors that peers can reach; which of their pages are in use |
 //! | `memory/reach` | the peers' arenas, mapped into this process |

@@ -19,7 +19,7 @@ use sagellm::engine::local;
 use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::shm::memory::arena;
 use sagellm::engine::shm::memory::layout::Layout;
-use sagellm::engine::shm::nodes::Nodes;
+use sagellm::engine::shm::nodes::{Level, Nodes};
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
@@ -41,7 +41,7 @@ pub fn test_name(module: &str, test: &str) -> String {
 /// sum that is made node by node.
 pub fn areas_on(nodes: &[u32]) -> Vec<Arc<Area>> {
     let layout = Layout::new(nodes.len(), 1, Layout::smallest(nodes.len())).unwrap();
-    local::areas_of(layout, &Nodes::of_list(nodes).unwrap_or(Nodes::none())).unwrap()
+    local::areas_of(layout, &Nodes::of_list(Level::Numa, nodes).unwrap_or(Nodes::none())).unwrap()
 }
 
 /// Reports the progress of a run that takes minutes. Writes to stderr directly, because libtest keeps a test's output

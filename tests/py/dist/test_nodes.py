@@ -1,5 +1,5 @@
-"""Groups whose ranks are bound to NUMA nodes (`src/engine/shm/nodes.rs`). The nodes are faked (`nodes.py`): this shows
-that ranks find and agree on their nodes, and that results have the same bits, not how fast it is."""
+"""Groups whose ranks are bound to NUMA nodes or last-level caches (`src/engine/shm/nodes.rs`). These are faked
+(`nodes.py`): this shows that ranks find and agree on them, and that results have the same bits, not how fast it is."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def in_rank_order(ranks: int, dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-def collectives(ctx: Context, nodes: list[int], asked: bool) -> tuple[str, str]:
+def collectives(ctx: Context, nodes: list[int], asked: bool, caches: bool = False) -> tuple[str, str]:
     """Returns why nodes cannot be faked, and how the group describes itself."""
-    impossible = bind(nodes[ctx.rank])
+    impossible = bind(nodes[ctx.rank], caches)
     if impossible:
         return impossible, ""
     # The value of rank 0 decides.
@@ -76,3 +76,11 @@ def test_rule_17_ranks_on_several_numa_nodes_have_the_same_bits(nodes: list[int]
         if impossible:
             pytest.skip(impossible)
         assert ("node by node on 2 NUMA nodes" in described) == told, described
+
+
+def test_rule_17_ranks_that_share_last_level_caches_have_the_same_bits() -> None:
+    nodes = [0] * 7 + [1] * 7
+    for impossible, described in run_fresh(collectives, len(nodes), nodes, True, True):
+        if impossible:
+            pytest.skip(impossible)
+        assert "node by node on 2 last-level caches" in described, described

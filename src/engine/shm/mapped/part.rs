@@ -241,6 +241,7 @@ fn others_first(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::shm::nodes::Level;
 
     fn shape(kind: Kind, me: usize, ranks: usize, total_in: usize, total_out: usize) -> Shape<'static> {
         static NONE: Nodes = Nodes::none();
@@ -374,7 +375,7 @@ mod tests {
         const N: usize = 1 << 20;
         for (ranks, nodes) in [(16, 2), (32, 2), (16, 4), (64, 8)] {
             let of: Vec<u32> = (0..ranks).map(|rank| (rank * nodes / ranks) as u32).collect();
-            let known = Nodes::of_list(&of).unwrap();
+            let known = Nodes::of_list(Level::Numa, &of).unwrap();
             let flat = Nodes::none();
             let moved = |kind, nodes: &Nodes, wide| between_nodes(kind, &of, nodes, N, wide);
             // Each rank reads its slice of all inputs and writes it into all outputs.
@@ -392,7 +393,7 @@ mod tests {
 
     #[test]
     fn a_part_of_a_relay_is_checked_against_every_tensor_that_it_touches() {
-        let nodes = Nodes::of_list(&[0, 0, 1, 1]).unwrap();
+        let nodes = Nodes::of_list(Level::Numa, &[0, 0, 1, 1]).unwrap();
         let part = |kind, me, root| Part::of(&Shape { nodes: &nodes, root, ..shape(kind, me, 4, 256, 256) }, &[]);
         let neighbours = |mates, before, after| Neighbours { mates, before, after };
         assert_eq!(

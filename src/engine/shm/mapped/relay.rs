@@ -1,5 +1,5 @@
-//! all_reduce and reduce of many ranks that are bound to several NUMA nodes, with the option `numa`: the sum is made node by
-//! node.
+//! all_reduce and reduce of many ranks that are bound to several nodes, with the option `numa`: the sum is made node by node.
+//! A node is a NUMA node, or a last-level cache if all ranks are on one NUMA node.
 //!
 //! Idea: the ranks of each node share the whole input, so that each combines a larger slice, but only of the inputs on
 //! its node. Sums go from node to node in rank order, and the last node has the result.

@@ -341,7 +341,7 @@ impl Layout {
     pub fn readers(&self, rank: usize, nodes: &Nodes) -> Vec<(Range<usize>, u32)> {
         let mut ranges: Vec<(Range<usize>, u32)> = Vec::new();
         for buffer in [self.stage(rank, 0), self.stage(rank, 1)] {
-            for (reader, &node) in nodes.list().iter().enumerate() {
+            for (reader, &node) in nodes.numa().iter().enumerate() {
                 let cut = |at: usize| buffer + at * self.stage_bytes / self.ranks / PAGE * PAGE;
                 let slice = cut(reader)..cut(reader + 1);
                 match ranges.last_mut() {
@@ -362,6 +362,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::shm::nodes::Level;
 
     /// Start and length of every area of layout `l`, except the hello area.
     fn areas(l: &Layout, senders: &[usize]) -> Vec<(usize, usize)> {
@@ -440,7 +441,8 @@ mod tests {
     fn slices_of_the_stage_belong_to_the_nodes_of_their_readers() {
         for (ranks, each) in [(16, 8), (16, 4), (14, 7), (24, 3), (18, 1)] {
             let l = Layout::within(ranks, 1, usize::MAX).unwrap();
-            let nodes = Nodes::of_list(&(0..ranks).map(|rank| (rank / each) as u32).collect::<Vec<_>>()).unwrap();
+            let of: Vec<u32> = (0..ranks).map(|rank| (rank / each) as u32).collect();
+            let nodes = Nodes::of_list(Level::Numa, &of).unwrap();
             for rank in [0, ranks - 1] {
                 let found = l.readers(rank, &nodes);
                 assert_eq!(found.len(), 2 * ranks / each, "one range for each node in each buffer");
@@ -455,7 +457,9 @@ mod tests {
                     assert_eq!(*node, nodes.list()[reader], "{ranks} ranks, {range:?}");
                 }
             }
-            assert!(l.readers(0, &Nodes::none()).is_empty());
+            for nodes in [Nodes::none(), Nodes::of_list(Level::Cache, &of).unwrap()] {
+                assert!(l.readers(0, &nodes).is_empty(), "memory belongs to no cache");
+            }
         }
     }
 
