@@ -56,7 +56,7 @@ ONE_THREAD = "2026-11-26-amd-epyc-2c/wide"
 #: A run of messages.py.
 MESSAGES = "2026-11-26-amd-epyc-2c/messages"
 #: A run of hosts.py.
-EVERY_HOST = "2026-11-28-amd-epyc-2c/hosts"
+EVERY_HOST = "2026-11-29-amd-epyc-2c/hosts"
 #: A run of busy.py. Its file has the results of many starts of the ranks.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
