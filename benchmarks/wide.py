@@ -62,8 +62,8 @@ def layouts(text: str, cores: int) -> list[tuple[int, int]]:
 
 
 def bind_to_node(rank: int, ranks: int) -> bool:
-    """Binds this rank to a NUMA node, or on one node to a last-level cache, each to as many as any other. Returns
-    whether there are several."""
+    """Binds this rank to a NUMA node, or, if there is only one, to a last-level cache. Each gets equally many ranks, at
+    least two. Returns whether this was possible."""
     allowed = os.sched_getaffinity(0)
     system = Path("/sys/devices/system")
     nodes = cpus_by_list(allowed, list(system.glob("node/node[0-9]*/cpulist")))

@@ -37,8 +37,8 @@ struct BackendOptions final : c10d::Backend::Options {
   // Whether the link between hosts is measured when the group is made. If not, the start rules of src/select/start.rs
   // choose the algorithms between hosts. Rank 0's value applies to the whole group.
   bool measure_link = true;
-  // Whether large tensors are combined and broadcast NUMA node by node, or on one node by last-level cache, if many
-  // ranks are bound to these. The value of the first rank of each host applies to that host.
+  // Whether large tensors are combined and broadcast by NUMA node, or by last-level cache if all ranks are on one node,
+  // where many ranks are bound to these. The value of the first rank of each host applies to that host.
   bool numa = false;
   // Largest number of threads that copy and combine for a thread of this rank. 0: as many as torch's intra-op
   // threads, but all ranks of the host together use at most one thread per core.

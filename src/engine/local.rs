@@ -25,7 +25,7 @@ pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     areas_of(layout, &Nodes::none())
 }
 
-/// Like `areas`, with a layout, for ranks on these NUMA nodes.
+/// Like `areas`, with a layout, for ranks on these nodes.
 pub fn areas_of(layout: Layout, nodes: &Nodes) -> Result<Vec<Arc<Area>>> {
     let segment = Arc::new(Segment::anonymous(layout.total())?);
     Ok((0..layout.ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me, nodes.clone()))).collect())

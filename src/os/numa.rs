@@ -59,7 +59,7 @@ pub fn cache_of(mask: &[u64]) -> Option<u32> {
 
 fn cache_in(cpus: &Path, mask: &[u64]) -> Option<u32> {
     let level = |cache: &Path| fs::read_to_string(cache.join("level")).ok()?.trim().parse::<u32>().ok();
-    // A cache of instructions is never the last level.
+    // At the last level there is one cache, or at level 1 two with the same users (data, instructions).
     let caches = fs::read_dir(cpus.join(format!("cpu{}/cache", first_of(mask)?))).ok()?;
     let caches = caches.filter_map(|entry| entry.ok().map(|entry| entry.path()));
     let (_, last) = caches.filter_map(|cache| Some((level(&cache)?, cache))).max()?;
@@ -72,13 +72,17 @@ pub fn count_of(list: &str, mask: &[u64]) -> usize {
     mask_of(list).iter().zip(mask).map(|(one, other)| (one & other).count_ones() as usize).sum()
 }
 
+/// No machine has so many CPUs or nodes, and masks must stay small.
+const MOST_CPUS: usize = 1 << 16;
+const MOST_NODES: usize = 1 << 16;
+
 /// The mask of a list of CPUs. Ignores what is no number.
 fn mask_of(list: &str) -> Vec<u64> {
     let mut mask: Vec<u64> = Vec::new();
     for range in list.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (Ok(first), Ok(last)) = (first.trim().parse::<usize>(), last.trim().parse::<usize>()) else { continue };
-        for cpu in first..=last.min(first + (1 << 16)) {
+        for cpu in first..=last.min(MOST_CPUS - 1) {
             if mask.len() <= cpu / 64 {
                 mask.resize(cpu / 64 + 1, 0);
             }
@@ -101,6 +105,9 @@ pub fn described() -> Option<String> {
 /// The range must be in a mapping of the caller.
 pub unsafe fn prefer(address: *mut u8, bytes: usize, node: u32) -> io::Result<()> {
     const MPOL_PREFERRED: i32 = 1;
+    if node as usize >= MOST_NODES {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput)); // a peer sent the number
+    }
     let mut nodes = vec![0u64; node as usize / 64 + 1];
     nodes[node as usize / 64] = 1 << (node % 64);
     // The kernel reads one bit less than this number says.
@@ -180,7 +187,9 @@ mod tests {
             cache(cpu, 1, 3, if cpu == 4 || cpu == 5 { "4-7" } else { "0-3,64-67" });
             cache(cpu, 2, 2, &cpu.to_string());
         }
-        fs::create_dir_all(faked.0.join("cpu8/cache")).unwrap();
+        fs::create_dir_all(faked.0.join("cpu8/cache/index0")).unwrap();
+        cache(10, 0, 3, "nonsense");
+        cache(11, 0, 3, "0-3");
         for (mask, cache) in [
             (vec![0b0001], Some(0)),
             (vec![0b1111, 0b1111], Some(0)),
@@ -190,6 +199,8 @@ mod tests {
             (vec![0b1_0000, 1], None),
             (vec![1 << 8], None),
             (vec![1 << 9], None),
+            (vec![1 << 10], None),
+            (vec![1 << 11], None),
             (vec![], None),
         ] {
             assert_eq!(cache_in(&faked.0, &mask), cache, "{mask:?}");
@@ -202,6 +213,8 @@ mod tests {
         assert_eq!(mask_of("5"), [1 << 5]);
         assert_eq!(mask_of(""), [0u64; 0]);
         assert_eq!(mask_of("nonsense,1"), [2]);
+        assert_eq!(mask_of("1,18446744073709551615,9999999-99999999"), [2]);
+        assert_eq!(mask_of("0-18446744073709551615").len(), MOST_CPUS / 64);
         assert_eq!((count_of("0,64", &[1, 1]), count_of("0,64", &[3]), count_of("1", &[1])), (2, 1, 0));
     }
 }

@@ -354,8 +354,9 @@ pub struct Offer {
     pub local_cores: u32,
     /// Number of threads that each rank may use.
     pub threads: u32,
-    /// `Nodes` of the ranks, as a list, and what it lists. Only in the first part.
+    /// `Nodes` of the ranks, as a list. Only in the first part.
     pub nodes: Vec<u32>,
+    /// What `nodes` lists. In every part.
     pub level: Level,
     /// Rank 0's pid namespace. The pids in `ranks` are valid only there.
     pub pidns: u64,

@@ -33,7 +33,9 @@ def bind(node: int, caches: bool = False) -> str:
     for number, owned in enumerate([cpus] if caches else [[cpu] for cpu in cpus]):
         (NODES / f"node{number}").mkdir()
         (NODES / f"node{number}" / "cpulist").write_text(",".join(map(str, owned)) + "\n")
-    for cpu, path in zip(cpus, replaced[1:], strict=False):
+    for cpu in cpus if caches else []:
+        path = CPUS / f"cpu{cpu}" / "cache"
+        # The second user of the last level does not exist.
         for level, users in ((2, f"{cpu}"), (3, f"{cpu},{cpu + 1000}")):
             (path / f"index{level}").mkdir()
             (path / f"index{level}" / "level").write_text(f"{level}\n")

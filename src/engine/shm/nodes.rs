@@ -78,8 +78,11 @@ impl Nodes {
         }
         let (nodes, caches): (Vec<Option<u32>>, Vec<Option<u32>>) = places.iter().copied().unzip();
         let one_node = nodes.iter().all(|node| *node == nodes[0]);
-        // A kernel without NUMA reports no nodes, but caches.
+        // Without nodes the caches count: a kernel without NUMA reports only them, and the ranks of a cache that spans nodes
+        // have no node.
         let use_caches = one_node && (nodes[0].is_some() || caches.iter().any(Option::is_some));
+        // Nobody can bind ranks to caches that the kernel does not report.
+        let unknown = use_caches && caches.iter().all(Option::is_none);
         let (level, numbers) = if use_caches { (Level::Cache, caches) } else { (Level::Numa, nodes) };
         let what = level.plural();
         let Some(known) = numbers.iter().copied().collect::<Option<Vec<u32>>>() else {
@@ -88,7 +91,7 @@ impl Nodes {
                 "{unbound} of {ranks} processes on this host may run on several {what}, or the kernel does not report \
                  {what}; bind each to one (numactl, taskset)"
             );
-            return Err((Warn, text));
+            return Err((if unknown { Info } else { Warn }, text));
         };
         if known.iter().all(|number| *number == known[0]) {
             return Err((Info, "all ranks of this host share one NUMA node and one last-level cache".to_string()));
@@ -110,7 +113,7 @@ impl Nodes {
         &self.of
     }
 
-    /// The NUMA node of each rank. Empty if the ranks are on one.
+    /// The NUMA node of each rank. Empty if nodes make no difference or are caches.
     pub fn numa(&self) -> &[u32] {
         match self.level {
             Level::Numa => &self.of,
@@ -208,6 +211,8 @@ mod tests {
             let (level, text) = Nodes::of_group(&[&places[..13], &[(node, None)]].concat()).unwrap_err();
             assert!(level == log::Level::Warn && text.contains("several last-level caches"), "{text}");
         }
+        let (level, text) = Nodes::of_group(&[(Some(0), None); 14]).unwrap_err();
+        assert!(level == log::Level::Info && text.contains("the kernel does not report last-level caches"), "{text}");
         let (_, text) = Nodes::of_group(&[(None, None); 14]).unwrap_err();
         assert!(text.starts_with("14 of 14 processes on this host may run on several NUMA nodes"), "{text}");
         // With several NUMA nodes the caches do not matter.

@@ -13,7 +13,7 @@ from nodes import bind, needs_two_cpus
 
 import torch_sagellm
 
-pytestmark = [beyond_gloo("does not know NUMA nodes"), needs_two_cpus]
+pytestmark = [beyond_gloo("does not know NUMA nodes or caches"), needs_two_cpus]
 
 COUNT = 300_001
 
@@ -78,9 +78,20 @@ def test_rule_17_ranks_on_several_numa_nodes_have_the_same_bits(nodes: list[int]
         assert ("node by node on 2 NUMA nodes" in described) == told, described
 
 
-def test_rule_17_ranks_that_share_last_level_caches_have_the_same_bits() -> None:
-    nodes = [0] * 7 + [1] * 7
-    for impossible, described in run_fresh(collectives, len(nodes), nodes, True, True):
+@pytest.mark.parametrize(
+    ("caches", "asked", "told"),
+    [
+        ([0] * 7 + [1] * 7, True, True),
+        ([0, 1] * 7, True, False),
+        ([0] * 14, True, False),
+        ([0] * 7 + [1] * 7, False, False),
+    ],
+    ids=["in order", "in turn", "one cache", "not asked for"],
+)
+def test_rule_17_ranks_that_share_last_level_caches_have_the_same_bits(
+    caches: list[int], asked: bool, told: bool
+) -> None:
+    for impossible, described in run_fresh(collectives, len(caches), caches, asked, True):
         if impossible:
             pytest.skip(impossible)
-        assert "node by node on 2 last-level caches" in described, described
+        assert ("node by node on 2 last-level caches" in described) == told, described

@@ -15,8 +15,8 @@
 //! | broadcast | N/P read, N (P-1)/P written | - |
 //! | scatter, gather | (P-1)/P of a block, read and written once; the root also its own block | - |
 //!
-//! With the option `numa` and many ranks, bound to several NUMA nodes or last-level caches (`Nodes`), an all_reduce or reduce is made node by
-//! node (`relay.rs`), and in a broadcast each rank writes only into outputs on its node.
+//! With the option `numa` and many ranks, bound to several NUMA nodes or last-level caches (`Nodes`), an all_reduce or reduce is
+//! made node by node (`relay.rs`), and in a broadcast each rank writes only into outputs on its node.
 //!
 //! Steps: two exchanges (the headers, then the notices that the parts are done). Source: the single-copy collectives of
 //! XPMEM-based MPI libraries (Open MPI's coll/xhc), here over memory that needs no kernel module.

@@ -336,8 +336,8 @@ impl Layout {
         start..start + bytes
     }
 
-    /// Cuts the stage buffers of `rank` among the nodes of the ranks that read them in a staged sum: in a whole round, each
-    /// rank reads an equal slice, in the order of the ranks. Empty if the nodes make no difference.
+    /// Cuts the stage buffers of `rank` among the NUMA nodes of the ranks that read them in a staged sum: in a whole round,
+    /// each rank reads an equal slice, in the order of the ranks. Empty if nodes make no difference or are caches.
     pub fn readers(&self, rank: usize, nodes: &Nodes) -> Vec<(Range<usize>, u32)> {
         let mut ranges: Vec<(Range<usize>, u32)> = Vec::new();
         for buffer in [self.stage(rank, 0), self.stage(rank, 1)] {

@@ -14,7 +14,7 @@
 //! Words and slots are used before ranks exchange anything. So a rank populates them before it reports that it has
 //! mapped the memory, and no rank gets its group before all have reported (`rendezvous`).
 //!
-//! With the option `numa` and ranks that are bound to several nodes (`Nodes`), each slice of a stage buffer is placed on the
+//! With the option `numa` and ranks that are bound to several NUMA nodes (`Nodes::numa`), each slice of a stage buffer is on the
 //! node of the rank that reads it in a staged sum: the reader waits for its loads, while the writer's stores do not wait.
 //! Other operations read the buffers elsewhere, too.
 //!
@@ -98,8 +98,8 @@ impl Presence {
     }
 }
 
-/// Has the slices of this rank's stage buffers placed on the nodes of the ranks that read them. Without `nodes` the pages are
-/// placed on the node of this rank, which populates them.
+/// Has the slices of this rank's stage buffers placed on the NUMA nodes of the ranks that read them. Without such nodes the
+/// pages are placed on the node of this rank, which populates them.
 fn place(segment: &Segment, layout: &Layout, me: usize, nodes: &Nodes) {
     for (range, node) in layout.readers(me, nodes) {
         if let Err(error) = segment.prefer(range, node) {
