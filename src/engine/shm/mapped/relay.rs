@@ -8,8 +8,9 @@
 //! 1. The rank on the first node combines the inputs of its node into its stage buffer.
 //! 2. The rank with its position on the next node continues from there, and so on (`fold_waits_for`).
 //! 3. The rank on the last node writes the result into the outputs of its node.
-//! 4. The rank on the node before copies the result from there into the outputs of its own node, and so on until the
-//!    first node (`has_delivered`). A reduce needs no such step, because the last node writes into the root's output.
+//! 4. The rank with its position on the previous node copies the result from those outputs into the outputs of its own
+//!    node. Then the node before that copies it, until the first node has it (`has_delivered`). A reduce needs no such
+//!    step, because the last node writes into the root's output.
 //!
 //! While one node works on a chunk, the node before it works on the next one.
 //!
