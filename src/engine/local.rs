@@ -218,7 +218,7 @@ impl Mail for LocalLink {
         drop(half); // without the lock
     }
 
-    fn await_mail(&self) -> Box<dyn Send> {
+    fn keep_driven(&self) -> Box<dyn Send> {
         Box::new(()) // the links' thread reads mail anyway
     }
 

@@ -21,6 +21,7 @@ mod multihost;
 mod multihost_messages;
 mod multihost_paths;
 mod multihost_results;
+mod multihost_transport;
 mod multihost_ucx;
 mod multihost_wire;
 mod op_instructions;

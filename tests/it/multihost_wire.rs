@@ -29,7 +29,7 @@ fn wires(count: usize) -> Vec<Arc<Wire>> {
     wires_over(&Over::Tcp, count)
 }
 
-fn wires_over(over: &Over, count: usize) -> Vec<Arc<Wire>> {
+pub fn wires_over(over: &Over, count: usize) -> Vec<Arc<Wire>> {
     (0..count).map(|_| Wire::new(over).unwrap()).collect()
 }
 
@@ -48,7 +48,7 @@ pub fn carriers() -> Vec<Over> {
 }
 
 /// Runs `body` as each rank of a group over these wires. Returns the results by rank.
-fn as_ranks<T: Send>(
+pub fn as_ranks<T: Send>(
     wires: &[Arc<Wire>],
     store: &Memory,
     group: u8,
@@ -192,7 +192,7 @@ fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the
             const TURNS: usize = 40;
             let (sender, mail) = channel();
             link.open_mailbox(Arc::new(Box_(Mutex::new(sender))));
-            let awaited = link.await_mail();
+            let awaited = link.keep_driven();
             let peers: Vec<usize> = (0..3).filter(|peer| *peer != me).collect();
             let ended = Arc::new(AtomicUsize::new(0));
             let done = || {
@@ -642,7 +642,7 @@ fn groups_that_are_made_at_once_share_one_connection() {
         // before both are sent.
         let (goes_on, slow) = channel();
         busy.0.open_mailbox(Arc::new(Blocking(Mutex::new(slow))));
-        let awaited = busy.0.await_mail();
+        let awaited = busy.0.keep_driven();
         busy.1.mail(0, vec![0; 8]).unwrap();
         std::thread::sleep(Duration::from_millis(20));
         let ranks: Vec<_> = [(&caller, 2, 0), (&caller, 3, 0), (&called, 2, 1), (&called, 3, 1)]

@@ -12,7 +12,8 @@
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
 //! | barrier | (the comparison) | barrier | (the issued numbers) |
 //!
-//! If several ranks of a host talk to other hosts, broadcast, all_gather and reduce_scatter use `rails` instead.
+//! In an all_to_all both parts run at the same time. If several ranks of a host talk to other hosts, broadcast,
+//! all_gather and reduce_scatter use `rails` instead.
 //!
 //! A leader sends as many bytes to other hosts as docs/internals/algorithms.md says for a schedule whose members are
 //! the hosts. A sum first combines the ranks of each host, and then the hosts' results in the schedule's order.
@@ -32,6 +33,10 @@ use crate::types::{Kind, ReduceOp, Span};
 /// From this size on, `compare_all` may pay. Copying this many bytes twice takes some 300 us; on a fast link the messages
 /// of the comparison take a third of that.
 const COMPARED: usize = 1 << 20;
+
+/// While a lane moves at least this many bytes inside its host, the background thread of the link advances the lane's
+/// transfers. Moving them takes some 100 us, and that thread begins 50 us after it was woken.
+const DRIVEN: usize = 512 << 10;
 
 /// Returns the schedule of the chosen algorithm, or the direct one if the chosen algorithm does not support the kind.
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
@@ -469,45 +474,53 @@ impl BatchRun<'_> {
     /// Sends `inputs[q]` to rank q, and receives rank q's block into `outputs[q]`.
     #[allow(unsafe_code)] // sends from and receives into memory of an operation
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
-        let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        // The messages between hosts are started first, so that they are in flight while the ranks of this host
-        // exchange theirs.
-        let far = |rank: &usize| self.host_map.host_of[*rank] != self.host_map.host;
-        // Each rank starts with the next rank, so that the ranks do not all send to the same target first.
-        let others: Vec<usize> = (1..self.host_map.ranks())
-            .map(|step| (self.host_map.me + step) % self.host_map.ranks())
-            .filter(far)
-            .collect();
+        let others = self.far_ranks();
         // If inputs and outputs overlap, arriving data is kept in buffers until all sends have been copied.
         let apart = !share_memory(inputs, outputs);
         let sends = others.iter().map(|rank| Outgoing { peer: *rank, pieces: inputs[*rank].clone(), stays: apart });
         let receives = others.iter().map(|rank| {
             let into = &outputs[*rank];
-            Incoming { peer: *rank, bytes: bytes(into), into: apart.then(|| into.clone()) }
+            Incoming { peer: *rank, bytes: bytes_of(into), into: apart.then(|| into.clone()) }
         });
         let (sends, receives) = (sends.collect::<Vec<_>>(), receives.collect());
+        // The ranks of this host exchange their blocks while the messages between hosts are in flight.
+        // SAFETY: this is memory of the batch's operations, which outlive `begun`. The memory of a send with `stays`
+        // overlaps no receive, and `all_to_all_inside` writes none of it.
+        let begun = unsafe { self.transport.begin(self.header, self.deadline, &sends, receives, usize::MAX) }?;
+        self.all_to_all_inside(inputs, outputs)?;
         let mut factors = std::mem::take(&mut self.factors);
         let mut take = |at: usize, Arrived { header, at: from, data }: Arrived| {
             copy_out(&outputs[others[at]], from, data);
             factors[others[at]] = f64::from_bits(header.factor);
         };
-        // SAFETY: this is memory of the batch's operations, which outlive the call. The memory of a send with `stays`
-        // overlaps no receive.
-        let issued = unsafe {
-            self.transport.exchange(self.header, self.deadline, &sends, receives, usize::MAX, Take::Each(&mut take))
-        }?;
+        let issued = self.transport.complete(begun, Take::Each(&mut take))?;
         self.factors = factors;
         self.header.issued = self.header.issued.min(issued);
-        let local_ranks = self.host_map.local_ranks().to_vec();
-        if self.inside.is_none() {
-            copy_across(&inputs[self.host_map.me], &outputs[self.host_map.me]);
-            return Ok(());
-        }
+        Ok(())
+    }
+
+    /// Returns the ranks of other hosts in the order in which this rank sends to them. The ranks of a host start with
+    /// different ranks of the next host, so that they do not all send to the same rank first.
+    fn far_ranks(&self) -> Vec<usize> {
+        let hosts = &self.host_map.hosts;
+        let next = (1..hosts.len()).map(|ahead| &hosts[(self.host_map.host + ahead) % hosts.len()]);
+        next.flat_map(|ranks| (0..ranks.len()).map(|at| ranks[(self.host_map.local_rank + at) % ranks.len()])).collect()
+    }
+
+    /// The part of an all_to_all among the ranks of this host.
+    fn all_to_all_inside(&self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
+        let local_ranks = self.host_map.local_ranks();
         let list = |blocks: &[Vec<Span>]| -> (Vec<Span>, Vec<usize>) {
             let spans = local_ranks.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
-            (spans, local_ranks.iter().map(|rank| bytes(&blocks[*rank])).collect())
+            (spans, local_ranks.iter().map(|rank| bytes_of(&blocks[*rank])).collect())
         };
         let ((inputs, in_blocks), (outputs, out_blocks)) = (list(inputs), list(outputs));
+        let bytes: usize = out_blocks.iter().sum();
+        let _driven = (bytes >= DRIVEN).then(|| self.transport.keep_driven());
+        if self.inside.is_none() {
+            copy_across(&inputs, &outputs);
+            return Ok(());
+        }
         self.run_in_host(HostCall { inputs, outputs, in_blocks, out_blocks, ..HostCall::new(Kind::AllToAll) })
     }
 
@@ -520,6 +533,10 @@ impl BatchRun<'_> {
         }
         self.share_issued(0)
     }
+}
+
+fn bytes_of(spans: &[Span]) -> usize {
+    spans.iter().map(|span| span.bytes).sum()
 }
 
 /// Whether a block of `a` shares memory with a block of `b`.

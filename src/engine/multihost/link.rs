@@ -144,9 +144,8 @@ pub trait Mail: Send + Sync {
     /// memory is no longer used, and its `done` is dropped without being called.
     fn abandon_body(&self, peer: usize, number: u64);
 
-    /// Called while a message of the program is pending. While the returned guard lives, arriving mail is read even if
-    /// no thread waits.
-    fn await_mail(&self) -> Box<dyn Send>;
+    /// While the returned guard lives, the link is driven even if no thread waits: mail is read, transfers advance.
+    fn keep_driven(&self) -> Box<dyn Send>;
 
     /// Called by a thread of the program that waits for a message. Advances what can advance, and sleeps for at most
     /// `sleep` if nothing can. Calls mailboxes and `Done`s.

@@ -87,7 +87,7 @@ impl Lanes {
     pub fn await_letters(&self, state: &mut State) {
         let awaited = state.has_messages() || state.talk.is_awaited();
         match &state.talk.awaiting {
-            None if awaited => state.talk.awaiting = Some(self.link.await_mail()),
+            None if awaited => state.talk.awaiting = Some(self.link.keep_driven()),
             Some(_) if !awaited => state.talk.awaiting = None,
             _ => (),
         }

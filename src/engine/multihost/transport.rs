@@ -48,6 +48,15 @@ struct Body {
 #[derive(Default)]
 pub struct Posted(Vec<Body>);
 
+/// A step whose sends have begun. Dropping this gives up its transfers.
+pub struct Begun {
+    header: FrameHeader,
+    deadline: u64,
+    receives: Posted,
+    /// The sends from memory of the operation, each with its peer.
+    sends: Vec<(usize, Box<dyn Transfer>)>,
+}
+
 /// The messages of one step of a schedule.
 pub struct Exchange<'a> {
     pub header: FrameHeader,
@@ -187,11 +196,29 @@ impl Transport {
         segment: usize,
         take: Take,
     ) -> Result<u64> {
-        // SAFETY: the caller vouches for the memory. The receives end within `step`.
-        let receives = unsafe { self.post(&header, receives, segment) }?;
-        let step = Exchange { header, deadline, segment, sends, receives, next: Vec::new() };
+        // SAFETY: the caller vouches for the memory, which nothing uses after `complete`.
+        let begun = unsafe { self.begin(header, deadline, sends, receives, segment) }?;
+        self.complete(begun, take)
+    }
+
+    /// Posts receives and starts sends. The caller may do other work while the data is in flight, and must then call
+    /// `complete`.
+    ///
+    /// # Safety
+    /// As for `step`, until the result was dropped or passed to a `complete` that has returned.
+    pub unsafe fn begin(
+        &mut self,
+        header: FrameHeader,
+        deadline: u64,
+        sends: &[Outgoing],
+        receives: Vec<Incoming>,
+        segment: usize,
+    ) -> Result<Begun> {
         // SAFETY: the caller vouches for the memory.
-        unsafe { self.step(step, take) }.map(|(issued, _)| issued)
+        unsafe {
+            let receives = self.post(&header, receives, segment)?;
+            self.start_sends(header, deadline, sends, receives, segment)
+        }
     }
 
     /// Posts the receives of a step.
@@ -220,10 +247,30 @@ impl Transport {
     /// the pieces of a send with `stays`, or use the pieces of the receives. These sets must not overlap, except that a
     /// peer may return in `next` what it got in this step.
     pub unsafe fn step(&mut self, step: Exchange, take: Take) -> Result<(u64, Posted)> {
+        let Exchange { header, deadline, segment, sends, receives, next } = step;
+        // SAFETY: the caller vouches for the memory.
+        let (begun, next) = unsafe {
+            let begun = self.start_sends(header, deadline, sends, receives, segment)?;
+            (begun, self.post(&header, next, segment)?)
+        };
+        Ok((self.complete(begun, take)?, next))
+    }
+
+    /// Starts a send to each peer in `sends`.
+    ///
+    /// # Safety
+    /// As for `begin`.
+    unsafe fn start_sends(
+        &mut self,
+        header: FrameHeader,
+        deadline: u64,
+        sends: &[Outgoing],
+        receives: Posted,
+        segment: usize,
+    ) -> Result<Begun> {
         const ON_THEIR_WAY: usize = 4;
-        let Exchange { header, deadline, segment, sends, receives: Posted(bodies), next } = step;
         self.at = header.step();
-        let mut held = Vec::new();
+        let mut begun = Begun { header, deadline, receives, sends: Vec::new() };
         for outgoing in sends {
             let peer = outgoing.peer;
             self.expect(peer)?; // the peer may send a fault or a goodbye
@@ -231,12 +278,18 @@ impl Transport {
                 return Err(error);
             }
             let settled = self.settle(peer, ON_THEIR_WAY, deadline);
-            // SAFETY: the caller vouches for the memory. `held` is emptied or dropped before this function returns.
-            let sent = settled.and_then(|()| unsafe { self.send_data(&header, outgoing, segment, &mut held) });
+            // SAFETY: the caller vouches for the memory until `begun` was dropped.
+            let sent = settled.and_then(|()| unsafe { self.send_data(&header, outgoing, segment, &mut begun.sends) });
             sent.map_err(|error| self.last_word(peer, &header, error))?;
         }
-        // SAFETY: the caller vouches for the memory.
-        let next = unsafe { self.post(&header, next, segment) }?;
+        Ok(begun)
+    }
+
+    /// Completes the receives and sends of a step. If a receive has no `into`, its data is passed to `take`. Returns the
+    /// smallest `issued` of all headers. After this returns, even with an error, the memory of the step is no longer
+    /// used.
+    pub fn complete(&mut self, begun: Begun, take: Take) -> Result<u64> {
+        let Begun { header, deadline, receives: Posted(bodies), sends } = begun;
         let mut issued = header.issued;
         match take {
             Take::Each(take) => {
@@ -246,10 +299,10 @@ impl Transport {
             }
             Take::Together(take) => issued = issued.min(self.take_together(&header, deadline, bodies, take)?),
         }
-        for (peer, transfer) in held {
+        for (peer, transfer) in sends {
             self.finish_held(peer, transfer, &header, deadline)?;
         }
-        Ok((issued, next))
+        Ok(issued)
     }
 
     /// Waits for a send from memory of the operation. While the message waits for the receiver's request, a frame of
@@ -499,6 +552,11 @@ impl Transport {
             }
         }
         not_taken
+    }
+
+    /// While the returned guard lives, transfers advance even if this lane waits for none of them.
+    pub fn keep_driven(&self) -> Box<dyn Send> {
+        self.link.keep_driven()
     }
 
     /// Returns the ranks with which this lane has exchanged messages.

@@ -70,6 +70,26 @@ def test_rule_23_another_network_namespace_counts_as_another_host(hosts: list[st
     assert not any(outputs), outputs
 
 
+def to_all_ranks(n: int, me: int, count: int) -> None:
+    """all_to_all_single with blocks of equal size, also in place, and with blocks whose sizes differ."""
+    block = count // 2
+
+    def blocks(senders: list[int], receivers: list[int], size: Any) -> torch.Tensor:
+        pairs = [(sender, to) for sender in senders for to in receivers]
+        return torch.cat([torch.full((size(sender, to),), 10 * sender + to) for sender, to in pairs])
+
+    every = list(range(n))
+    for size in (lambda sender, to: block, lambda sender, to: block + 3 * sender + to):
+        sent, expected = blocks([me], every, size), blocks(every, [me], size)
+        found = torch.full_like(expected, -1)
+        splits = [size(sender, me) for sender in every], [size(me, to) for to in every]
+        dist.all_to_all_single(found, sent, *splits)
+        same_bits(found, expected, f"all_to_all_single with blocks of about {block}")
+    own = blocks([me], every, lambda sender, to: block)
+    dist.all_to_all_single(own, own)
+    same_bits(own, blocks(every, [me], lambda sender, to: block), f"all_to_all_single in place, {block}")
+
+
 def on_place(ctx: Context, names: list[str], place: list[int], options: dict[str, Any]) -> None:
     """Every kind of collective with exact numbers. ``place`` has the host of each rank."""
     enter(names[place[ctx.rank]])
@@ -99,7 +119,7 @@ def on_place(ctx: Context, names: list[str], place: list[int], options: dict[str
             same_bits(lists[rank], each[rank], f"all_gather of {count}")
         parts = [torch.full((count % 1000,), 10 * me + rank) for rank in range(n)]
         got = [torch.empty_like(parts[0]) for _ in range(n)]
-        dist.all_to_all_single(torch.cat(got), torch.cat(parts))
+        to_all_ranks(n, me, count)
         mine = torch.empty_like(parts[0])
         dist.reduce_scatter(mine, parts)
         same_bits(mine, torch.full_like(mine, sum(10 * rank + me for rank in range(n))), "reduce_scatter")
@@ -133,6 +153,36 @@ def test_every_collective_over_hosts(three_hosts: list[str], place: list[int], o
         pytest.skip("gloo has no such options")
     with launch(on_place, len(place), three_hosts, place, options, env=ENV) as job:
         job.values(150)
+
+
+def first_inside(ctx: Context, names: list[str]) -> None:
+    """The ranks of the first host call all_to_all long before those of the second host."""
+    enter(names[ctx.rank // 2])
+    n, me = ctx.world_size, ctx.rank
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=60))
+    signals = dist.FileStore(f"{ctx.tmp}/signals", n)
+    for count in (1000, 300_000):
+        sent = torch.cat([torch.full((count,), 10 * me + to) for to in range(n)])
+        found = torch.full_like(sent, -1)
+        if me >= 2:
+            signals.wait([f"{count} 0", f"{count} 1"], timedelta(seconds=30))
+        work: Any = dist.all_to_all_single(found, sent, async_op=True)
+        if me < 2:
+            mate, until = 1 - me, time.monotonic() + 30
+            while bool((found[mate * count : (mate + 1) * count] != 10 * mate + me).any()):
+                assert time.monotonic() < until, f"{count}: the block of this host's other rank has not come"
+                time.sleep(0.01)
+            assert not work.is_completed()
+            signals.set(f"{count} {me}", "has its host's blocks")
+        work.wait()
+        same_bits(found, torch.cat([torch.full((count,), 10 * rank + me) for rank in range(n)]), f"blocks of {count}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_all_to_all_moves_blocks_inside_a_host_while_others_are_in_flight(hosts: list[str]) -> None:
+    with launch(first_inside, 4, hosts, env=ENV) as job:
+        job.values(120)
 
 
 def strict_bits(ctx: Context, names: list[str], place: list[int]) -> list[float]:
@@ -245,6 +295,51 @@ def test_a_killed_rank_fails_the_other_host_long_before_the_deadline(hosts: list
         error = outcomes[rank].value
         assert error, outcomes[rank].error
         assert "rank 3" in error or "lost the connection" in error, error
+
+
+def left_in_the_middle(ctx: Context, names: list[str]) -> tuple[int, float]:
+    """Rank 0 destroys a group while it runs a large operation, and continues without another call to the backend.
+
+    The world's group keeps the connections open. Returns how many operations failed on this rank, and the longest wait.
+    """
+    enter(names[ctx.rank])
+    n, me = ctx.world_size, ctx.rank
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=60))
+    signals = dist.FileStore(f"{ctx.tmp}/signals", n)
+    data, parts = torch.ones(4 << 20), torch.ones(n, 1 << 20)
+    failed, longest = 0, 0.0
+    for trial in range(24):
+        group = dist.new_group()
+        dist.barrier()
+        calls: list[Any] = [
+            lambda group=group: dist.broadcast(data, 1, group=group, async_op=True),
+            lambda group=group: dist.all_reduce(data, group=group, async_op=True),
+            lambda group=group: dist.all_to_all_single(parts, parts.clone(), group=group, async_op=True),
+        ]
+        begin = time.monotonic()
+        if me == 0:
+            calls[trial % 3]()
+            time.sleep(0.0005 * (trial % 12))
+            dist.destroy_process_group(group)
+            signals.wait([f"{trial} {rank}" for rank in range(1, n)], timedelta(seconds=30))
+            continue
+        try:  # the group may have failed before this rank's call
+            calls[trial % 3]().wait()
+        except RuntimeError:
+            failed += 1
+        longest = max(longest, time.monotonic() - begin)
+        signals.set(f"{trial} {me}", "has ended")
+    dist.barrier()
+    dist.destroy_process_group()
+    return failed, longest
+
+
+@beyond_gloo("its ranks wait for their timeout")
+def test_rule_21_a_rank_that_leaves_in_the_middle_of_an_operation_fails_the_others_soon(three_hosts: list[str]) -> None:
+    with launch(left_in_the_middle, 3, three_hosts, env=ENV) as job:
+        found = job.values(100)[1:]
+    assert any(failed for failed, _ in found), found
+    assert all(longest < 10 for _, longest in found), found
 
 
 def strided_and_late(ctx: Context, names: list[str]) -> None:

@@ -85,7 +85,7 @@ impl Mail for Played {
     unsafe fn receive_body(&self, _: usize, _: u64, _: Vec<Span>, _: Done) -> Result<()> {
         Ok(())
     }
-    fn await_mail(&self) -> Box<dyn Send> {
+    fn keep_driven(&self) -> Box<dyn Send> {
         Box::new(())
     }
     fn poll(&self, _: Duration) -> Polled {

@@ -155,9 +155,13 @@ impl Channel {
             return;
         }
         peer.lose(why);
-        let all = peer.take_all();
+        let (all, connection) = (peer.take_all(), peer.connection());
         drop(state);
         let mut events = Events::default();
+        // A peer that has left may no longer read, so that its system accepts no more of what was not written completely.
+        if let Some(connection) = connection {
+            connection.forget(&self.driving, self.id, why, &mut events);
+        }
         all.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
         events.run();
         self.give_loss(rank, why);

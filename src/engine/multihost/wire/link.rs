@@ -193,7 +193,7 @@ impl Mail for WireLink {
         self.channel.abandon_body(peer, number);
     }
 
-    fn await_mail(&self) -> Box<dyn Send> {
+    fn keep_driven(&self) -> Box<dyn Send> {
         let counted = Counted::new(self.wire().driving());
         self.wire().driving().expect_wait();
         Box::new(counted)
