@@ -27,6 +27,7 @@ use crate::os::event_count;
 use crate::os::event_count::{Listening, WakeWords};
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
+use crate::os::yielding::Gaps;
 use crate::os::{futex, watch};
 use crate::threads;
 
@@ -73,6 +74,7 @@ fn drive_until(
     let mut idle = Duration::ZERO;
     let mut last_look = Instant::now();
     let mut turns = 0u32;
+    let mut gaps = Gaps::default();
     let mut long_wait: Option<Registered<'_>> = None;
     loop {
         if done() {
@@ -111,15 +113,17 @@ fn drive_until(
             }
         }
         if moved {
+            gaps.came();
             continue;
         }
         idle = now - *idle_since.get_or_insert(now);
         let next_look = POLL_INTERVAL - (now - last_look).min(POLL_INTERVAL);
         if idle < spin_policy.spin {
             continue;
-        } else if idle < spin_policy.spin + spin_policy.yield_for && group.domain().yielding.pays() {
+        } else if idle < yields(spin_policy, &gaps) && group.domain().yielding.pays() {
             yield_core(group, &done);
         } else {
+            gaps.sleeps();
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
             // If this thread itself reads the connections to other hosts (`rest`), no other thread has to read them and
             // wake it. If another thread ends the operation before or during `rest`, or issues an operation in another
@@ -127,13 +131,23 @@ fn drive_until(
             // connections to the background thread, instead of waking up every millisecond.
             let rests = idle <= LONG_WAIT && group.domain().pending() == group.pending();
             match if rests { group.rest(pause.min(SHORT_NAP)) } else { Polled::Elsewhere } {
-                Polled::Advanced => (idle_since, idle) = (None, Duration::ZERO),
+                Polled::Advanced => {
+                    gaps.came();
+                    (idle_since, idle) = (None, Duration::ZERO);
+                }
                 Polled::Nothing if now.elapsed() < AT_ONCE => yield_core(group, &done), // it could not sleep
                 Polled::Nothing => (),
                 Polled::Elsewhere => sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done),
             }
         }
     }
+}
+
+/// Returns for how long a thread spins and yields when nothing advances. If data from another host comes in long
+/// intervals, as over a slow link, it does not yield: it would keep a core busy for the whole message.
+fn yields(spin_policy: SpinPolicy, gaps: &Gaps) -> Duration {
+    let is_from_afar = spin_policy.spin.is_zero();
+    if is_from_afar && gaps.are_long() { Duration::ZERO } else { spin_policy.spin + spin_policy.yield_for }
 }
 
 /// Checks signals, and the deadlines and peers of all groups of the process. Returns false if a signal must end the

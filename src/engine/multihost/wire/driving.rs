@@ -12,7 +12,7 @@ use super::sockets::{Epoll, Kick, Ready};
 use super::transfer::{Event, Events};
 use crate::engine::Polled;
 use crate::error::{Error, Result};
-use crate::os::yielding::Yielding;
+use crate::os::yielding::{Gaps, Yielding};
 use crate::os::{clock, watch};
 
 /// How long a waiting thread polls, yielding its core between polls, before it sleeps.
@@ -146,7 +146,7 @@ impl Driving {
     ) -> bool {
         // This clock excludes the time in which the process was stopped.
         let deadline = clock::now().saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
-        let mut quiet = Instant::now();
+        let (mut quiet, mut gaps) = (Instant::now(), Gaps::default());
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let ended = loop {
             if done() {
@@ -158,11 +158,15 @@ impl Driving {
             }
             match self.driver.try_lock() {
                 Ok(mut ready) => {
-                    let eager = quiet.elapsed() < EAGER && self.yielding.pays();
+                    let eager = quiet.elapsed() < EAGER && !gaps.are_long() && self.yielding.pays();
+                    if !eager {
+                        gaps.sleeps();
+                    }
                     let sleep = if eager { Duration::ZERO } else { left.min(NAP) };
                     let moved = pass(&mut ready, sleep);
                     drop(ready);
                     if moved {
+                        gaps.came();
                         quiet = Instant::now();
                     } else if eager {
                         self.yielding.yield_now();
@@ -404,6 +408,29 @@ mod tests {
         let begin = Instant::now();
         let polled = driving.poll(|ready, _| pass(&driving, ready, Duration::ZERO), LONG);
         assert!(polled != Polled::Advanced && begin.elapsed() < LONG);
+        over.store(true, Ordering::Relaxed);
+        driving.interrupt();
+        assert!(waiting.join().unwrap());
+    }
+
+    #[test]
+    fn a_thread_whose_data_comes_late_again_and_again_sleeps_without_polling() {
+        let (driving, over, polls) = (made(), Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
+        let (theirs, is_over, count) = (Arc::clone(&driving), Arc::clone(&over), Arc::clone(&polls));
+        let waiting = std::thread::spawn(move || {
+            let own = |ready: &mut Vec<Ready>, sleep: Duration| {
+                count.fetch_add(usize::from(sleep.is_zero()), Ordering::Relaxed);
+                pass(&theirs, ready, sleep)
+            };
+            theirs.wait(own, || is_over.load(Ordering::Relaxed), LONG)
+        });
+        until(|| polls.load(Ordering::Relaxed) > 0);
+        until(|| {
+            driving.interrupt(); // counts as data that has come
+            let before = polls.load(Ordering::Relaxed);
+            std::thread::sleep(50 * EAGER);
+            polls.load(Ordering::Relaxed) == before
+        });
         over.store(true, Ordering::Relaxed);
         driving.interrupt();
         assert!(waiting.join().unwrap());
