@@ -92,35 +92,29 @@ impl Eagerness {
     }
 }
 
-/// The gaps between the pieces of data that come during one wait. If several in a row are longer than the time for which
-/// the thread yields, the rest of the data probably comes in such gaps too, for example over 1 Gbit/s. A thread that
-/// yields in each of them keeps its core busy most of the time and gains nothing, because only the end of the last one
-/// ends the wait. Short messages end before there are so many gaps: for all_reduces of 64 KiB to 1 MiB over 1 Gbit/s, a
-/// limit of 2 instead of `MANY` cost up to a quarter of the speed (docs/internals/benchmarks.md).
+/// The gaps between the pieces of data that come during one wait. If most of them are long, the rest of the data probably
+/// comes in such gaps too, for example over 1 Gbit/s. A thread that yields in each of them keeps its core busy most of the
+/// time and gains nothing, because only the end of the last one ends the wait. Short messages end before there are so many
+/// gaps: for all_reduces of 64 KiB to 1 MiB over 1 Gbit/s, a limit of 2 instead of `MANY` cost up to a quarter of the speed
+/// (docs/internals/benchmarks.md).
 #[derive(Debug, Default)]
 pub struct Gaps {
-    /// How many gaps in a row were long.
+    /// How many more gaps were long than short, at most twice `MANY`.
     long: u32,
-    /// Whether the present gap is already long.
-    is_long: bool,
 }
 
 impl Gaps {
     const MANY: u32 = 8;
+    /// A gap of this length is long.
+    const LONG: Duration = Duration::from_micros(100);
 
     pub fn are_long(&self) -> bool {
         self.long >= Self::MANY
     }
 
-    /// Called when the thread has yielded for long enough and sleeps.
-    pub fn sleeps(&mut self) {
-        self.is_long = true;
-    }
-
-    /// Called when data has come.
-    pub fn came(&mut self) {
-        self.long = if self.is_long { self.long.saturating_add(1) } else { 0 };
-        self.is_long = false;
+    /// Called when data has come, `gap` after the data before it or after the begin of the wait.
+    pub fn came(&mut self, gap: Duration) {
+        self.long = if gap >= Self::LONG { (self.long + 1).min(2 * Self::MANY) } else { self.long.saturating_sub(1) };
     }
 }
 
@@ -129,23 +123,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gaps_are_long_after_many_long_ones_in_a_row_until_data_comes_while_the_thread_yields() {
-        let after = |gaps: &[(bool, u32)]| {
+    fn gaps_are_long_while_most_of_them_are() {
+        let after = |gaps: &[(Duration, u32)]| {
             let mut found = Gaps::default();
-            for (is_long, count) in gaps {
-                for _ in 0..*count {
-                    if *is_long {
-                        found.sleeps();
-                    }
-                    found.came();
-                }
+            for (gap, count) in gaps {
+                (0..*count).for_each(|_| found.came(*gap));
             }
             found.are_long()
         };
-        let many = Gaps::MANY;
-        assert!(!after(&[]) && !after(&[(true, many - 1)]) && !after(&[(true, many - 1), (false, 1), (true, 1)]));
-        assert!(after(&[(true, many)]) && after(&[(false, 1), (true, many + 1)]));
-        assert!(!after(&[(true, many), (false, 1)]));
+        let (many, long, short) = (Gaps::MANY, Gaps::LONG, Gaps::LONG / 2);
+        assert!(!after(&[]) && !after(&[(long, many - 1)]) && !after(&[(long, many), (short, 1)]));
+        assert!(after(&[(short, 100), (long, many)]) && after(&[(long, many + 3), (short, 3)]));
+        assert!(!after(&[(long, 100), (short, many + 1)]), "old gaps do not count forever");
     }
 
     #[test]

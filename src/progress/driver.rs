@@ -51,8 +51,7 @@ pub enum Outcome {
 /// operations itself: the groups check them and end late operations, so that `done` becomes true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let spin_policy = group.spin_policy();
-    let only_yields = spin_policy.spin.is_zero() && !spin_policy.yield_for.is_zero();
-    let begin = only_yields.then(Instant::now);
+    let begin = is_from_afar(spin_policy).then(Instant::now);
     let outcome = drive_until(group, host, until, spin_policy, done);
     if let Some(begin) = begin.filter(|_| outcome == Outcome::Done) {
         group.waited(begin.elapsed());
@@ -91,6 +90,9 @@ fn drive_until(
             moved |= drive_others(group);
         }
         if moved {
+            if is_from_afar(spin_policy) {
+                gaps.came(since(idle_since));
+            }
             (idle_since, idle) = (None, Duration::ZERO);
         } else {
             std::hint::spin_loop();
@@ -113,7 +115,6 @@ fn drive_until(
             }
         }
         if moved {
-            gaps.came();
             continue;
         }
         idle = now - *idle_since.get_or_insert(now);
@@ -123,7 +124,6 @@ fn drive_until(
         } else if idle < yields(spin_policy, &gaps) && group.domain().yielding.pays() {
             yield_core(group, &done);
         } else {
-            gaps.sleeps();
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
             // If this thread itself reads the connections to other hosts (`rest`), no other thread has to read them and
             // wake it. If another thread ends the operation before or during `rest`, or issues an operation in another
@@ -132,7 +132,7 @@ fn drive_until(
             let rests = idle <= LONG_WAIT && group.domain().pending() == group.pending();
             match if rests { group.rest(pause.min(SHORT_NAP)) } else { Polled::Elsewhere } {
                 Polled::Advanced => {
-                    gaps.came();
+                    gaps.came(since(idle_since));
                     (idle_since, idle) = (None, Duration::ZERO);
                 }
                 Polled::Nothing if now.elapsed() < AT_ONCE => yield_core(group, &done), // it could not sleep
@@ -143,11 +143,20 @@ fn drive_until(
     }
 }
 
+/// Whether the thread waits for a message from another host.
+fn is_from_afar(spin_policy: SpinPolicy) -> bool {
+    spin_policy.spin.is_zero() && !spin_policy.yield_for.is_zero()
+}
+
+/// Returns for how long nothing has advanced.
+fn since(idle_since: Option<Instant>) -> Duration {
+    idle_since.map_or(Duration::ZERO, |begin| begin.elapsed())
+}
+
 /// Returns for how long a thread spins and yields when nothing advances. If data from another host comes in long
 /// intervals, as over a slow link, it does not yield: it would keep a core busy for the whole message.
 fn yields(spin_policy: SpinPolicy, gaps: &Gaps) -> Duration {
-    let is_from_afar = spin_policy.spin.is_zero();
-    if is_from_afar && gaps.are_long() { Duration::ZERO } else { spin_policy.spin + spin_policy.yield_for }
+    if gaps.are_long() { Duration::ZERO } else { spin_policy.spin + spin_policy.yield_for }
 }
 
 /// Checks signals, and the deadlines and peers of all groups of the process. Returns false if a signal must end the

@@ -158,7 +158,8 @@ impl Channel {
         let (all, connection) = (peer.take_all(), peer.connection());
         drop(state);
         let mut events = Events::default();
-        // A peer that has left may no longer read, so that its system accepts no more of what was not written completely.
+        // A peer that has left perhaps never reads again. Then its system accepts nothing more, and what was not written
+        // completely would never end.
         if let Some(connection) = connection {
             connection.forget(&self.driving, self.id, why, &mut events);
         }
@@ -247,10 +248,9 @@ impl Channel {
         let to = &mut state.peers[rank];
         Channel::check_reached(rank, to)?;
         if to.admits(waiting.bytes) {
-            let connection = Arc::clone(to.connected());
-            drop(state);
             let frame = Frame { tag, ..self.frame(Kind::Message, waiting.bytes) };
-            connection.push(&self.driving, Outgoing::new(frame, waiting.memory, waiting.end), &mut events);
+            // Done under the lock, so that the message is queued before the peer is lost, and then ends with the peer.
+            to.connected().push(&self.driving, Outgoing::new(frame, waiting.memory, waiting.end), &mut events);
         } else {
             to.queue(tag, waiting);
         }

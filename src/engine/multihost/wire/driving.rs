@@ -159,14 +159,11 @@ impl Driving {
             match self.driver.try_lock() {
                 Ok(mut ready) => {
                     let eager = quiet.elapsed() < EAGER && !gaps.are_long() && self.yielding.pays();
-                    if !eager {
-                        gaps.sleeps();
-                    }
                     let sleep = if eager { Duration::ZERO } else { left.min(NAP) };
                     let moved = pass(&mut ready, sleep);
                     drop(ready);
                     if moved {
-                        gaps.came();
+                        gaps.came(quiet.elapsed());
                         quiet = Instant::now();
                     } else if eager {
                         self.yielding.yield_now();
@@ -425,12 +422,15 @@ mod tests {
             theirs.wait(own, || is_over.load(Ordering::Relaxed), LONG)
         });
         until(|| polls.load(Ordering::Relaxed) > 0);
-        until(|| {
+        // After a long yield the thread does not poll for a while either, so many gaps in a row must have no poll.
+        let (begin, mut without) = (Instant::now(), 0);
+        while without < 40 {
+            assert!(begin.elapsed() < LONG);
             driving.interrupt(); // counts as data that has come
             let before = polls.load(Ordering::Relaxed);
             std::thread::sleep(50 * EAGER);
-            polls.load(Ordering::Relaxed) == before
-        });
+            without = if polls.load(Ordering::Relaxed) == before { without + 1 } else { 0 };
+        }
         over.store(true, Ordering::Relaxed);
         driving.interrupt();
         assert!(waiting.join().unwrap());
