@@ -99,7 +99,7 @@ impl Eagerness {
 /// (docs/internals/benchmarks.md).
 #[derive(Debug, Default)]
 pub struct Gaps {
-    /// How many more gaps were long than short, at most twice `MANY`.
+    /// A long gap adds 1, a shorter one subtracts 1. Stays between 0 and twice `MANY`.
     long: u32,
 }
 

@@ -187,7 +187,7 @@ fn rule_24_no_rank_writes_a_sum_of_several_nodes_if_another_rank_has_no_room_for
     let areas = with_little_on(4, &Nodes::of_list(Level::Numa, &[0, 0, 1, 1]).unwrap(), || Some(200 << 10));
     let groups = Group::over(areas, TIMEOUT);
     on_ranks(4, |me| {
-        // After two broadcasts of rank 0 all ranks know each other's arenas. Rank 1 needs no buffer of its own for them.
+        // Two broadcasts by rank 0 map the ranks' arenas for each other. They use no buffer of rank 1.
         for _ in 0..2 {
             let mut memory = Memory::shared(&vec![me as u8; 4 << 20]);
             let span = cut(&mut memory, 1, 1);
