@@ -403,10 +403,19 @@ fn streams() {
     let mut copy = vec![0f32; 8];
     let (done, read) = (runtime.event_create().unwrap(), runtime.event_create().unwrap());
     let mut expected = 1.0;
-    for _ in 0..4 {
+    for turn in 0..4 {
+        // In the last turn rank 1 launches after rank 0 has seen that its stream is busy, however slow the machine is.
+        // Not in the first turn, because a first launch may wait for the other ranks.
+        let checks = turn == 3;
+        if checks && world.rank == 1 {
+            world.shared("launched", Vec::new);
+        }
         let launched = launch(&*communicator, runtime, &job, first).unwrap();
         runtime.event_record(done, first).unwrap();
-        assert!(!runtime.stream_idle(first).unwrap(), "it takes 20 ms");
+        if checks && world.rank == 0 {
+            assert!(!runtime.stream_idle(first).unwrap(), "rank 1 has not launched the operation");
+            world.shared("launched", Vec::new);
+        }
         // The second stream copies the result after `done`. The first stream continues after `read`, when the copy has
         // ended.
         runtime.event_wait(second, done).unwrap();
@@ -418,6 +427,8 @@ fn streams() {
         expected *= world.ranks as f32;
         assert_eq!(copy, vec![expected; 8]);
     }
+    // The copies have ended, but the second stream may still be ending the record of its last event.
+    synchronize(runtime, second, MINUTE).unwrap();
     assert!(!runtime.capturing(first).unwrap());
     let before = runtime.exchange_capture_mode(SPARES_CAPTURES).unwrap();
     assert_eq!(runtime.exchange_capture_mode(before).unwrap(), SPARES_CAPTURES);
