@@ -18,7 +18,7 @@ from harness import IS_GLOO, Context, expect_raises, launch
 from limits import patience
 from net import enter
 from reference import make, same_bits
-from test_multihost import on_place
+from test_multihost import left_in_the_middle, on_place
 
 pytestmark = [
     pytest.mark.skipif(IS_GLOO, reason="gloo does not use UCX"),
@@ -75,6 +75,14 @@ def test_the_bits_are_those_of_the_link_over_tcp(three_hosts: list[str], more: d
             outputs = [each.output() for each in job.ranks]
     assert len(hashes) == 1
     assert all("the link between hosts is UCX" in output for output in outputs), outputs
+
+
+def test_a_rank_that_leaves_in_the_middle_of_an_operation_fails_that_group_only(three_hosts: list[str]) -> None:
+    """The world's group, which uses the same endpoints, works afterwards."""
+    with launch(left_in_the_middle, 3, three_hosts, env=ENV) as job:
+        found = job.values(100)[1:]
+    assert any(failed for failed, _ in found), found
+    assert all(longest < 10 for _, longest in found), found
 
 
 def messages(ctx: Context, names: list[str]) -> None:

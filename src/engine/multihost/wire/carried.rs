@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use once_cell::sync::OnceCell;
 
 use super::arrivals::{Arrivals, Handler};
+use super::asked::Asked;
 use super::departures::Departures;
 use super::descriptor::Descriptor;
 use super::label;
@@ -69,6 +70,7 @@ pub struct Carried {
     descriptor: Descriptor,
     out: Mutex<Departures>,
     inn: Mutex<Inn>,
+    asked: Arc<Asked>,
     /// Why the connection failed. Set once.
     broken: OnceCell<String>,
 }
@@ -76,11 +78,12 @@ pub struct Carried {
 impl Carried {
     /// `fd`: the TCP connection. `is_first`: whether this process has called the other.
     pub fn new(watched: &Arc<Watched>, origin: Origin, fd: OwnedFd, is_first: bool) -> Carried {
-        let out = Departures::new(watched, origin.token, is_first);
-        let inn = Inn { said: Said::default(), arrivals: Arrivals::new(watched, origin.token), doomed: None };
+        let asked = Arc::default();
+        let out = Departures::new(watched, origin.token, is_first, &asked);
+        let inn = Inn { said: Said::default(), arrivals: Arrivals::new(watched, origin.token, &asked), doomed: None };
         let (descriptor, broken) = (Descriptor::new(fd), OnceCell::new());
         let (out, inn) = (Mutex::new(out), Mutex::new(inn));
-        Carried { watched: Arc::clone(watched), origin, descriptor, out, inn, broken }
+        Carried { watched: Arc::clone(watched), origin, descriptor, out, inn, asked, broken }
     }
 
     pub fn fd(&self) -> i32 {
@@ -277,6 +280,7 @@ impl Carried {
         if out.has_doomed() || inn.arrivals.has_doomed() {
             self.watched.add(self.origin.token);
         }
+        self.asked.leave(channel, &self.watched.driving);
     }
 
     /// As `Connection::give_up`. Waits until UCX no longer uses the memory.
@@ -309,6 +313,7 @@ impl Carried {
         }
         out.fail_all(why, events);
         drop(out);
+        self.asked.clear();
         locked(&self.inn).arrivals.fail_all(why, events);
         self.watched.add(self.origin.token); // so that it is removed later
         events.ended = true;

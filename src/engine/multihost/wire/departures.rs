@@ -10,6 +10,7 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::asked::Asked;
 use super::driving::Counted;
 use super::frame::Kind;
 use super::label;
@@ -70,10 +71,11 @@ pub struct Departures {
     failed: Option<(String, Instant)>,
     /// Whether UCX is closing the endpoint.
     closing: bool,
+    asked: Arc<Asked>,
 }
 
 impl Departures {
-    pub fn new(watched: &Arc<Watched>, who: u64, is_first: bool) -> Departures {
+    pub fn new(watched: &Arc<Watched>, who: u64, is_first: bool, asked: &Arc<Asked>) -> Departures {
         Departures {
             watched: Arc::clone(watched),
             who,
@@ -89,6 +91,7 @@ impl Departures {
             flushing: None,
             failed: None,
             closing: false,
+            asked: Arc::clone(asked),
         }
     }
 
@@ -185,6 +188,9 @@ impl Departures {
         let (Way::Open { endpoint, theirs }, None) = (&self.way, &self.failed) else {
             return self.queue.push_back(outgoing);
         };
+        if outgoing.frame.kind == Kind::Want {
+            self.asked.ask(outgoing.frame.channel);
+        }
         let head = label::of_frame(*theirs, self.sent, &outgoing.head);
         self.sent += 1;
         self.numbers += 1;
@@ -249,7 +255,8 @@ impl Departures {
         }
     }
 
-    /// As `Connection::forget`. A transfer that UCX has begun ends with this error when UCX reports its end.
+    /// As `Connection::forget`. If UCX has begun to send borrowed memory, the transfer ends with this error when UCX
+    /// reports its end.
     pub fn forget(&mut self, channel: u64, why: &str, events: &mut Events) {
         let is_it = |of: u64, end: &End| of == channel && !matches!(end, End::Nobody);
         let (gone, kept): (VecDeque<_>, VecDeque<_>) =
@@ -260,15 +267,29 @@ impl Departures {
             one.end.tell(Err(why.to_string()), one.data, events);
         }
         for one in self.flights.values_mut().filter(|one| is_it(one.channel, &one.end)) {
-            one.doomed.get_or_insert_with(|| why.to_string());
+            match &one.data {
+                Memory::Borrowed(_) => drop(one.doomed.get_or_insert_with(|| why.to_string())),
+                // UCX goes on with our own buffer for as long as it likes.
+                Memory::Owned(_) => {
+                    let end = mem::replace(&mut one.end, End::Nobody);
+                    end.tell(Err(why.to_string()), Memory::Owned(Vec::new()), events);
+                }
+            }
         }
     }
 
-    /// Forgets the transfers that `is_it` selects. Returns the numbers of transfers that UCX has begun.
+    /// Forgets the transfers that `is_it` selects. Returns the numbers of those whose borrowed memory UCX still uses.
     pub fn give_up(&mut self, is_it: impl Fn(&End) -> bool) -> Vec<u64> {
         self.queue.retain(|one| !is_it(&one.end));
         self.lost.retain(|one| !is_it(&one.end));
-        self.flights.iter().filter(|(_, one)| is_it(&one.end)).map(|(number, _)| *number).collect()
+        let mut numbers = Vec::new();
+        for (number, one) in self.flights.iter_mut().filter(|(_, one)| is_it(&one.end)) {
+            match &one.data {
+                Memory::Borrowed(_) => numbers.push(*number),
+                Memory::Owned(_) => one.end = End::Nobody,
+            }
+        }
+        numbers
     }
 
     /// Whether UCX still runs a send with one of these numbers.

@@ -1,0 +1,89 @@
+//! The bodies that this process has asked a peer for and that have not arrived, by channel. Used where UCX carries the
+//! frames.
+//!
+//! UCX sends a long body only while the receiver calls it. A rank that leaves its group no longer waits for the bodies
+//! that it has asked for, but a sender that has begun one waits for UCX. So this process drives the wire until each of
+//! them has arrived and was discarded, or until the peer has left the channel too.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use super::driving::{Counted, Driving};
+use super::locked;
+
+#[derive(Default)]
+struct Bodies {
+    missing: u64,
+    /// Set once this process has left the channel.
+    left: Option<Counted>,
+}
+
+/// Its lock is held only within these functions, which take no other lock.
+#[derive(Default)]
+pub struct Asked(Mutex<HashMap<u64, Bodies>>);
+
+impl Asked {
+    /// Counts a body that the peer is asked for.
+    pub fn ask(&self, channel: u64) {
+        locked(&self.0).entry(channel).or_default().missing += 1;
+    }
+
+    /// Called when a body was handed over, or will be when UCX has received it.
+    pub fn arrived(&self, channel: u64) {
+        let mut channels = locked(&self.0);
+        let Some(bodies) = channels.get_mut(&channel) else { return };
+        bodies.missing -= 1;
+        if bodies.missing == 0 {
+            channels.remove(&channel);
+        }
+    }
+
+    /// Called when nothing more of the channel will arrive.
+    pub fn ended(&self, channel: u64) {
+        locked(&self.0).remove(&channel);
+    }
+
+    /// Called when this process has left the channel. The wire is driven as long as a body is missing.
+    pub fn leave(&self, channel: u64, driving: &Arc<Driving>) {
+        let mut channels = locked(&self.0);
+        let Some(bodies) = channels.get_mut(&channel) else { return };
+        bodies.left.get_or_insert_with(|| Counted::new(driving));
+        drop(channels);
+        driving.wake_for_pending();
+    }
+
+    /// Called when the connection has failed.
+    pub fn clear(&self) {
+        locked(&self.0).clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::multihost::wire::sockets::Epoll;
+
+    #[test]
+    fn a_left_channel_is_driven_until_its_bodies_have_arrived_or_the_peer_has_left() {
+        let driving = Arc::new(Driving::new(Epoll::new().unwrap(), 0).unwrap());
+        let asked = Asked::default();
+        let drives = || Arc::strong_count(&driving) - 1; // each `Counted` holds it
+        (0..2).for_each(|_| asked.ask(7));
+        asked.ask(8);
+        asked.leave(9, &driving); // it has asked for nothing
+        assert_eq!(drives(), 0);
+        [7, 7, 8].into_iter().for_each(|channel| asked.leave(channel, &driving));
+        assert_eq!(drives(), 2);
+        asked.arrived(7);
+        asked.arrived(9);
+        assert_eq!(drives(), 2);
+        asked.arrived(7);
+        assert_eq!(drives(), 1);
+        asked.ended(8);
+        assert_eq!(drives(), 0);
+        asked.ask(7);
+        asked.leave(7, &driving);
+        asked.clear();
+        assert_eq!(drives(), 0);
+    }
+}
