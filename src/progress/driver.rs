@@ -314,12 +314,17 @@ fn progress(domain: &Arc<Domain>) {
         look();
     };
     while roles::await_work(&**domain, sleep_idle) {
-        let waits = domain.waits();
-        std::thread::sleep(grace);
+        // If a thread has waited during the sleep, it has driven all groups, and it usually waits again soon. Operations
+        // that are pending now were issued after its wait.
+        let mut has_waited = has_waited_within(domain, grace);
         look();
-        // If a thread has waited meanwhile, it has driven all groups, and it usually waits again soon. Operations that
-        // are pending now were issued after its wait.
-        if domain.waits() != waits || !roles::needs_progress(&**domain) {
+        // To wake this thread costs a thread that issues an operation up to 10 us. While threads wait again and again,
+        // this thread therefore does not go back to `await_work`, where it would be woken, but looks by itself.
+        while has_waited && grace == LONGEST_GRACE && !domain.stopping() {
+            has_waited = has_waited_within(domain, grace);
+            look();
+        }
+        if has_waited || !roles::needs_progress(&**domain) {
             grace = (grace * 2).min(LONGEST_GRACE);
             continue;
         }
@@ -329,6 +334,13 @@ fn progress(domain: &Arc<Domain>) {
             log::error!("internal error in the progress thread, please report it with the text above");
         }
     }
+}
+
+/// Sleeps for `pause`. Returns whether a thread has begun to wait meanwhile.
+fn has_waited_within(domain: &Domain, pause: Duration) -> bool {
+    let waits = domain.waits();
+    std::thread::sleep(pause);
+    domain.waits() != waits
 }
 
 fn drive_while_needed(domain: &Arc<Domain>) {
@@ -354,5 +366,62 @@ fn drive_while_needed(domain: &Arc<Domain>) {
         } else {
             sleep(domain, None, POLL_INTERVAL, || !roles::needs_progress(&**domain));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Issues an operation and waits for it, as a thread of the program does.
+    fn issue_and_wait(domain: &Arc<Domain>) {
+        domain.add_pending(1);
+        issued(domain);
+        drop(roles::Driving::new(&**domain));
+        domain.remove_pending(1);
+    }
+
+    fn until(what: impl Fn() -> bool) {
+        let begin = Instant::now();
+        while !what() {
+            assert!(begin.elapsed() < LONG);
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn threads_that_issue_and_wait_again_and_again_wake_nobody() {
+        let domain = Arc::<Domain>::default();
+        let begin = Instant::now();
+        loop {
+            let wakes = domain.work.word().load(Ordering::Relaxed);
+            let window = Instant::now();
+            while window.elapsed() < 40 * LONGEST_GRACE {
+                issue_and_wait(&domain);
+            }
+            if domain.work.word().load(Ordering::Relaxed) == wakes {
+                break;
+            }
+            assert!(begin.elapsed() < LONG, "the progress thread was woken all the time");
+        }
+        // Now nobody waits for an operation. The thread drives it and, as nothing advances, sleeps until more is issued.
+        domain.add_pending(1);
+        issued(&domain);
+        until(|| roles::Words::work(&*domain).asleep(0) == 1);
+        domain.remove_pending(1);
+        // It ends although threads keep waiting.
+        let (theirs, over) = (Arc::clone(&domain), Arc::new(std::sync::atomic::AtomicBool::new(false)));
+        let is_over = Arc::clone(&over);
+        let program = std::thread::spawn(move || {
+            while !is_over.load(Ordering::Relaxed) {
+                drop(roles::Driving::new(&*theirs));
+            }
+        });
+        std::thread::sleep(20 * LONGEST_GRACE);
+        stop(&domain);
+        over.store(true, Ordering::Relaxed);
+        program.join().unwrap();
     }
 }

@@ -17,6 +17,9 @@ use crate::os::{clock, watch};
 
 /// How long a waiting thread polls, yielding its core between polls, before it sleeps.
 const EAGER: Duration = Duration::from_micros(100);
+/// A pass of a thread of the program probably ends within this time after its sleep. Sending or receiving a megabyte
+/// takes longer than `EAGER`; the background thread must not wake up and look meanwhile.
+const PASS: Duration = Duration::from_millis(10);
 /// A waiting thread sleeps at most this long and then checks its deadline.
 const NAP: Duration = Duration::from_millis(50);
 
@@ -44,8 +47,8 @@ pub struct Driving {
     /// Whether the background thread's pass was interrupted. A thread that finds the driver's lock held sets it, the
     /// background thread clears it before a pass (relaxed: a hint).
     interrupted: AtomicBool,
-    /// When a thread of the program last called `poll` (`clock::stamp`). While a thread sleeps in `poll`: when its
-    /// sleep ends. The background thread drives only when `EAGER` has passed since this time. The polling threads write
+    /// When a thread of the program last called `poll` (`clock::stamp`). While a thread is in `poll`: when its sleep
+    /// ends, and `PASS` later. The background thread drives only when `EAGER` has passed since this time. The polling threads write
     /// it, the background thread reads it (relaxed: a hint).
     polled: AtomicU64,
     started: AtomicBool,
@@ -225,7 +228,7 @@ impl Driving {
         for (longest, is_last) in [(sleep, sleep.is_zero()), (Duration::ZERO, true)] {
             match self.driver.try_lock() {
                 Ok(mut ready) => {
-                    let until = clock::stamp().saturating_add(longest.as_nanos() as u64);
+                    let until = clock::stamp().saturating_add((longest + PASS).as_nanos() as u64);
                     self.polled.store(until, Ordering::Relaxed);
                     let moved = pass(&mut ready, longest);
                     drop(ready);
@@ -408,6 +411,19 @@ mod tests {
         over.store(true, Ordering::Relaxed);
         driving.interrupt();
         assert!(waiting.join().unwrap());
+    }
+
+    #[test]
+    fn the_background_thread_does_not_look_during_a_long_pass_of_another_thread() {
+        let driving = made();
+        let _counted = Counted::new(&driving);
+        let (begin, polled) = (clock::stamp(), || driving.polled.load(Ordering::Relaxed));
+        let pass = |_: &mut Vec<Ready>, _: Duration| {
+            assert!(polled() >= begin + PASS.as_nanos() as u64);
+            true
+        };
+        assert_eq!(driving.poll(pass, Duration::ZERO), Polled::Advanced);
+        assert!(polled() <= clock::stamp(), "it drives soon if nobody polls");
     }
 
     #[test]
