@@ -64,7 +64,7 @@ struct Boxes {
     mailboxes: HashMap<usize, Arc<dyn Mailbox>>,
     /// What has to be delivered to each rank, in order.
     mail: HashMap<usize, VecDeque<News>>,
-    /// Bodies of which only one side was started, by sender, receiver and number.
+    /// Bodies whose receive was posted and that were not sent, by sender, receiver and number.
     bodies: BTreeMap<(usize, usize, u64), HalfBody>,
     /// Ranks to which a thread is delivering now.
     served: BTreeSet<usize>,
@@ -163,7 +163,10 @@ impl Post {
             return Err(Error::system(CUT.to_string()));
         }
         match boxes.bodies.remove(&(from, to, number)) {
-            None => drop(boxes.bodies.insert((from, to, number), half)),
+            None => {
+                assert!(!half.sends, "body {number} from {from} to {to} was sent before its receive was posted");
+                boxes.bodies.insert((from, to, number), half);
+            }
             Some(other) => {
                 assert!(other.sends != half.sends, "body {number} from {from} to {to} was begun twice by one side");
                 assert_eq!(Pieces(&other.pieces).bytes(), Pieces(&half.pieces).bytes(), "the sides agreed on the size");

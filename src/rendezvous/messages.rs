@@ -16,7 +16,7 @@ use crate::os::{numa, topology};
 use crate::select;
 
 /// Must change with every change of these messages, of their order, or of other bytes that ranks exchange.
-pub const PROTOCOL: u32 = 18;
+pub const PROTOCOL: u32 = 19;
 
 /// Random and new for every attempt. Distinguishes the keys of live processes from those of earlier attempts.
 pub type Nonce = [u8; 16];

@@ -207,20 +207,14 @@ fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the
             for turn in 0..TURNS {
                 for &peer in &peers {
                     let bytes = size(turn);
-                    link.mail(peer, data(turn * 100, [me, peer, turn, 1])).unwrap();
-                    let source = data(bytes, [me, peer, turn, 2]);
-                    let half = bytes / 3;
-                    let at = source.as_ptr() as usize;
-                    let pieces = vec![Span { addr: at, bytes: half }, Span { addr: at + half, bytes: bytes - half }];
-                    // SAFETY: `sources` keeps the memory until all bodies have ended.
-                    unsafe { link.send_body(peer, turn as u64, pieces, done()) }.unwrap();
-                    sources.push(source);
                     let mut target = vec![0u8; bytes];
                     let pieces = vec![Span { addr: target.as_mut_ptr() as usize, bytes }];
                     // SAFETY: `targets` keeps the memory until all bodies have ended; moving a vector does not move its
                     // memory.
                     unsafe { link.receive_body(peer, turn as u64, pieces, done()) }.unwrap();
                     targets.push((target, data(bytes, [peer, me, turn, 2])));
+                    // Says that the receive was posted.
+                    link.mail(peer, data(turn * 100, [me, peer, turn, 1])).unwrap();
                 }
             }
             let mut next = [0; 3];
@@ -230,8 +224,17 @@ fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the
                     assert_eq!(next[peer], TURNS, "rank {peer} is lost before its mail came");
                     continue; // all mail of this peer has come
                 };
-                assert!(message == data(next[peer] * 100, [peer, me, next[peer], 1]), "from {peer}");
+                let turn = next[peer];
+                assert!(message == data(turn * 100, [peer, me, turn, 1]), "from {peer}");
                 next[peer] += 1;
+                let bytes = size(turn);
+                let source = data(bytes, [me, peer, turn, 2]);
+                let half = bytes / 3;
+                let at = source.as_ptr() as usize;
+                let pieces = vec![Span { addr: at, bytes: half }, Span { addr: at + half, bytes: bytes - half }];
+                // SAFETY: `sources` keeps the memory until all bodies have ended.
+                unsafe { link.send_body(peer, turn as u64, pieces, done()) }.unwrap();
+                sources.push(source);
             }
             let until = Instant::now() + PATIENT;
             while ended.load(Ordering::SeqCst) < TURNS * 4 {
@@ -402,26 +405,28 @@ fn memory_of_a_body_is_not_used_after_the_link_was_cut() {
         as_ranks(&wires, &store, 1, |me, link| {
             let (sender, ended) = channel();
             let done = move |outcome: std::result::Result<(), String>| drop(sender.send(outcome));
+            let (sender, mail) = channel();
+            link.open_mailbox(Arc::new(Box_(Mutex::new(sender))));
             let mut memory = vec![me as u8 + 1; 64 << 20];
             let pieces = vec![Span { addr: memory.as_mut_ptr() as usize, bytes: memory.len() }];
-            // SAFETY: the memory is kept until the body has ended.
-            let begun = unsafe {
-                match me {
-                    0 => link.send_body(1, 5, pieces, Box::new(done)),
-                    _ => link.receive_body(0, 5, pieces, Box::new(done)),
-                }
-            };
-            if begun.is_err() {
-                return assert_eq!(me, 0, "rank 1 leaves, perhaps before a slow rank 0 comes to this");
-            }
-            std::thread::sleep(Duration::from_millis(5 * me as u64));
             if me == 1 {
+                // SAFETY: the memory is kept until the body has ended.
+                unsafe { link.receive_body(0, 5, pieces, Box::new(done)) }.unwrap();
+                link.mail(0, b"posted".to_vec()).unwrap();
+                std::thread::sleep(Duration::from_millis(5));
                 link.cut();
                 assert!(ended.recv_timeout(PATIENT).is_ok());
                 let before = memory.clone();
                 std::thread::sleep(Duration::from_millis(30));
                 assert!(before == memory, "received after the cut");
             } else {
+                let _awaited = link.keep_driven();
+                let (_, posted) = mail.recv_timeout(PATIENT).unwrap();
+                assert_eq!(posted.as_deref(), Some(&b"posted"[..]));
+                // SAFETY: as above.
+                if unsafe { link.send_body(1, 5, pieces, Box::new(done)) }.is_err() {
+                    return; // rank 1 has left
+                }
                 assert!(ended.recv_timeout(PATIENT).is_ok(), "the peer cut it, so it ends one way or the other");
             }
         });

@@ -125,16 +125,17 @@ pub trait Mail: Send + Sync {
     fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()>;
 
     /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
-    /// Numbers are below `MOST_BODIES`, and a rank uses each number only once per peer. No byte is sent before the peer
-    /// has posted its receive. If the peer has already posted the receive, the body keeps its place among this rank's
-    /// mail: on the peer, `done` is called after the mail that was sent before the body, and before the mail that was
-    /// sent after it. Never blocks.
+    /// Numbers are below `MOST_BODIES`, and a rank uses each number only once per peer. The peer must have posted its
+    /// receive before, and must have said so by mail, because the body is sent at once. It keeps its place among this
+    /// rank's mail: on the peer, `done` is called after the mail that was sent before the body, and before the mail that
+    /// was sent after it. Never blocks.
     ///
     /// # Safety
     /// The memory must be valid and not written until `done` was called.
     unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()>;
 
-    /// Starts to receive the body `number` of `peer` into the memory of `pieces`, which must have the body's size.
+    /// Starts to receive the body `number` of `peer` into the memory of `pieces`, which must have the body's size. The
+    /// peer does not hear of it: the caller tells it by mail.
     ///
     /// # Safety
     /// The memory must be valid, and unused by others, until `done` was called.

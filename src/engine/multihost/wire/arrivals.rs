@@ -11,8 +11,8 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::asked::Asked;
 use super::driving::Counted;
+use super::expected::Expected;
 use super::frame::{Frame, Kind};
 use super::label;
 use super::receiver::{Incoming, Origin, Routes};
@@ -61,11 +61,11 @@ pub struct Arrivals {
     moved: Instant,
     /// Whether the peer has sent something that ends the connection. Then nothing more is handled.
     refused: bool,
-    asked: Arc<Asked>,
+    expected: Arc<Expected>,
 }
 
 impl Arrivals {
-    pub fn new(watched: &Arc<Watched>, who: u64, asked: &Arc<Asked>) -> Arrivals {
+    pub fn new(watched: &Arc<Watched>, who: u64, expected: &Arc<Expected>) -> Arrivals {
         Arrivals {
             watched: Arc::clone(watched),
             who,
@@ -75,7 +75,7 @@ impl Arrivals {
             numbers: 0,
             moved: Instant::now(),
             refused: false,
-            asked: Arc::clone(asked),
+            expected: Arc::clone(expected),
         }
     }
 
@@ -149,7 +149,7 @@ impl Arrivals {
                 let channel = frame.channel;
                 let body = self.begin(frame, data, with)?;
                 self.steps.push_back(Step::Body(body));
-                self.asked.arrived(channel); // from here on the receive itself is counted
+                self.expected.arrived(channel); // from here on the receive itself is counted
                 self.hand_over(with)
             }
             Kind::Hello | Kind::Want | Kind::Credit | Kind::Cut | Kind::Mail | Kind::Message => {
@@ -161,7 +161,7 @@ impl Arrivals {
     /// Handles a frame whose data has arrived completely.
     fn handle<R: Routes>(&mut self, frame: Frame, data: Data, with: &mut Handler<R>) -> Result<(), String> {
         if frame.kind == Kind::Cut {
-            self.asked.ended(frame.channel);
+            self.expected.ended(frame.channel);
         }
         if data.is_far() {
             self.watched.release(data);

@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use once_cell::sync::OnceCell;
 
 use super::arrivals::{Arrivals, Handler};
-use super::asked::Asked;
 use super::departures::Departures;
 use super::descriptor::Descriptor;
+use super::expected::Expected;
 use super::label;
 use super::receiver::{Origin, Routes, Turn};
 use super::transfer::{End, Events, Outcome, Outgoing};
@@ -70,7 +70,7 @@ pub struct Carried {
     descriptor: Descriptor,
     out: Mutex<Departures>,
     inn: Mutex<Inn>,
-    asked: Arc<Asked>,
+    expected: Arc<Expected>,
     /// Why the connection failed. Set once.
     broken: OnceCell<String>,
 }
@@ -78,12 +78,13 @@ pub struct Carried {
 impl Carried {
     /// `fd`: the TCP connection. `is_first`: whether this process has called the other.
     pub fn new(watched: &Arc<Watched>, origin: Origin, fd: OwnedFd, is_first: bool) -> Carried {
-        let asked = Arc::default();
-        let out = Departures::new(watched, origin.token, is_first, &asked);
-        let inn = Inn { said: Said::default(), arrivals: Arrivals::new(watched, origin.token, &asked), doomed: None };
+        let expected = Arc::default();
+        let out = Departures::new(watched, origin.token, is_first);
+        let inn =
+            Inn { said: Said::default(), arrivals: Arrivals::new(watched, origin.token, &expected), doomed: None };
         let (descriptor, broken) = (Descriptor::new(fd), OnceCell::new());
         let (out, inn) = (Mutex::new(out), Mutex::new(inn));
-        Carried { watched: Arc::clone(watched), origin, descriptor, out, inn, asked, broken }
+        Carried { watched: Arc::clone(watched), origin, descriptor, out, inn, expected, broken }
     }
 
     pub fn fd(&self) -> i32 {
@@ -192,6 +193,11 @@ impl Carried {
 
     // --------------------------------------------------------------------------------------------------------- by UCX
 
+    /// As `Connection::expect_body`.
+    pub fn expect_body(&self, channel: u64) {
+        self.expected.expect(channel);
+    }
+
     /// As `Connection::push`.
     pub fn push(&self, outgoing: Outgoing, events: &mut Events) {
         let mut out = locked(&self.out);
@@ -280,7 +286,7 @@ impl Carried {
         if out.has_doomed() || inn.arrivals.has_doomed() {
             self.watched.add(self.origin.token);
         }
-        self.asked.leave(channel, &self.watched.driving);
+        self.expected.leave(channel, &self.watched.driving);
     }
 
     /// As `Connection::give_up`. Waits until UCX no longer uses the memory.
@@ -313,7 +319,7 @@ impl Carried {
         }
         out.fail_all(why, events);
         drop(out);
-        self.asked.clear();
+        self.expected.clear();
         locked(&self.inn).arrivals.fail_all(why, events);
         self.watched.add(self.origin.token); // so that it is removed later
         events.ended = true;

@@ -3,7 +3,8 @@
 //! A short message of a lane is sent immediately if the receiver has consumed enough of the earlier ones (`peer`). The
 //! receiver keeps it until a receive is posted. A longer message is a body: when its receive is posted, the receiver
 //! sends Want. A long body is sent when its Want has come, so it is never stored on the way; if the receive is posted
-//! ahead, no latency is added. A shorter body of a lane is sent before its Want (`peer`).
+//! ahead, no latency is added. A shorter body is sent before its Want (`peer`). Bodies of the program's messages have no
+//! Want, because ranks ask for them by mail.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -122,7 +123,7 @@ impl Channel {
         self.ranks.get(&peer).copied().ok_or_else(|| "it sent a frame of a group that it is not in".to_string())
     }
 
-    /// Sends a body to a peer that has sent Want for `frame.bytes` bytes.
+    /// Sends a body to a peer that has a receive of `frame.bytes` bytes for it.
     fn send_wanted(&self, connection: &Connection, frame: Frame, one: Waiting, events: &mut Events) {
         let Waiting { memory, bytes, end, .. } = one;
         if frame.bytes != bytes as u64 {
@@ -257,8 +258,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Posts a receive of a body, and sends Want to the peer. If the body has already arrived, the Want says that the
-    /// body has been taken.
+    /// Posts a receive of a body. If it is a lane's, sends Want to the peer; if the body has already arrived, the Want
+    /// says that it has been taken.
     pub fn receive_body(&self, rank: usize, number: u64, waiting: Waiting, events: &mut Events) -> Result<()> {
         let mut state = self.lock();
         let from = &mut state.peers[rank];
@@ -271,7 +272,10 @@ impl Channel {
         let connection = Arc::clone(from.connected());
         let Some(body) = arrived else {
             from.want(number, waiting);
-            connection.push(&self.driving, Outgoing::control(frame), events);
+            connection.expect_body(self.id);
+            if is_of_lane(number) {
+                connection.push(&self.driving, Outgoing::control(frame), events);
+            }
             return Ok(());
         };
         drop(state);
@@ -280,14 +284,17 @@ impl Channel {
         Ok(())
     }
 
-    /// Sends a body now if the peer has sent Want for it, or if it may be sent ahead. Otherwise sends the body when the
-    /// Want arrives.
+    /// Sends a body now if it is not a lane's, if the peer has sent Want for it, or if it may be sent ahead. Otherwise
+    /// sends the body when the Want arrives.
     pub fn send_body(&self, rank: usize, number: u64, waiting: Waiting, events: &mut Events) -> Result<()> {
         let mut state = self.lock();
         let to = &mut state.peers[rank];
         Channel::check_reached(rank, to)?;
-        let may_go_ahead = number >= MOST_BODIES && to.connected().keeps_order();
-        if let Some((bytes, waiting)) = to.offer(number, waiting, may_go_ahead) {
+        let ready = match is_of_lane(number) {
+            true => to.offer(number, waiting, to.connected().keeps_order()),
+            false => Some((waiting.bytes as u64, waiting)),
+        };
+        if let Some((bytes, waiting)) = ready {
             let frame = Frame { number, ..self.frame(Kind::Want, bytes as usize) };
             self.send_wanted(to.connected(), frame, waiting, events);
         }
@@ -375,6 +382,11 @@ impl Channel {
     }
 }
 
+/// Whether a body is a lane's and not a message of the program.
+fn is_of_lane(number: u64) -> bool {
+    number >= MOST_BODIES
+}
+
 /// Copies a body that was received before its receive was posted.
 fn hand_over(waiting: Waiting, body: &[u8], events: &mut Events) {
     let Waiting { mut memory, bytes, end, .. } = waiting;
@@ -441,7 +453,7 @@ impl Receiver for Channel {
         let posted = match frame.kind {
             Kind::Message => peer.take_posted(frame.tag),
             Kind::Body => match peer.take_want(frame.number) {
-                None if frame.number >= MOST_BODIES && peer.keeps(frame.data()) => None,
+                None if is_of_lane(frame.number) && peer.keeps(frame.data()) => None,
                 None => return Ok(Target::Discard), // the receive was given up
                 found => found,
             },

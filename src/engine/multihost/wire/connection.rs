@@ -84,6 +84,14 @@ impl Connection {
         !matches!(self.sockets, Sockets::Carried(_))
     }
 
+    /// Called when a receive of a body of this channel was posted.
+    pub fn expect_body(&self, channel: u64) {
+        match &self.sockets {
+            Sockets::Carried(carried) => carried.expect_body(channel),
+            Sockets::Single(_) | Sockets::Several(_) => (),
+        }
+    }
+
     pub fn broken(&self) -> Option<&str> {
         match &self.sockets {
             Sockets::Single(single) => single.broken(),

@@ -10,7 +10,6 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::asked::Asked;
 use super::driving::Counted;
 use super::frame::Kind;
 use super::label;
@@ -71,11 +70,10 @@ pub struct Departures {
     failed: Option<(String, Instant)>,
     /// Whether UCX is closing the endpoint.
     closing: bool,
-    asked: Arc<Asked>,
 }
 
 impl Departures {
-    pub fn new(watched: &Arc<Watched>, who: u64, is_first: bool, asked: &Arc<Asked>) -> Departures {
+    pub fn new(watched: &Arc<Watched>, who: u64, is_first: bool) -> Departures {
         Departures {
             watched: Arc::clone(watched),
             who,
@@ -91,7 +89,6 @@ impl Departures {
             flushing: None,
             failed: None,
             closing: false,
-            asked: Arc::clone(asked),
         }
     }
 
@@ -188,9 +185,6 @@ impl Departures {
         let (Way::Open { endpoint, theirs }, None) = (&self.way, &self.failed) else {
             return self.queue.push_back(outgoing);
         };
-        if outgoing.frame.kind == Kind::Want {
-            self.asked.ask(outgoing.frame.channel);
-        }
         let head = label::of_frame(*theirs, self.sent, &outgoing.head);
         self.sent += 1;
         self.numbers += 1;

@@ -13,9 +13,9 @@ pub enum Kind {
     Credit = 3,
     /// Mail for the receiver's mailbox.
     Mail = 4,
-    /// The sender has posted a receive for the body `number` of `bytes` bytes. No data follows.
+    /// The sender has posted a receive for the body `number` of a lane, of `bytes` bytes. No data follows.
     Want = 5,
-    /// The body `number`, in answer to a Want or ahead of it.
+    /// The body `number`: a lane's in answer to a Want or ahead of it, a message of the program after a letter.
     Body = 6,
     /// The sender has left the channel.
     Cut = 7,

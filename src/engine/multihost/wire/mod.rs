@@ -34,7 +34,7 @@
 //! | `carried` | a connection whose frames UCX carries |
 //! | `departures` | its sending side: the endpoint, and the frames in flight |
 //! | `arrivals` | its receiving side: the peer's frames in order |
-//! | `asked` | the bodies that it has asked for and that have not arrived |
+//! | `expected` | the bodies whose receives were posted and that have not arrived |
 //! | `label` | the header of a message by which UCX carries a frame |
 //! | `watched` | what these connections share |
 //! | `meet` | makes a group's channel |
@@ -47,7 +47,6 @@
 //! block on it. While a callback outside this module runs, none of these locks is held except the driver's.
 
 mod arrivals;
-mod asked;
 mod assembly;
 mod bell;
 mod calls;
@@ -60,6 +59,7 @@ mod departures;
 mod descriptor;
 mod doors;
 mod driving;
+mod expected;
 mod frame;
 mod label;
 mod lane;

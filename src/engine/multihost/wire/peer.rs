@@ -1,6 +1,6 @@
 //! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
-//! the short messages. A receiver asks for each body with a Want. A lane's body is sent before its Want has come, which
-//! saves a latency, as long as the bodies sent so have at most `WINDOW` bytes together. Every other body waits for its
+//! the short messages. A receiver asks for each body of a lane with a Want. The body is sent before its Want has come,
+//! which saves a latency, as long as the bodies sent so have at most `WINDOW` bytes together. Otherwise it waits for its
 //! Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for room in the window.
 
 use std::collections::{HashMap, VecDeque};

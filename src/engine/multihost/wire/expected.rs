@@ -1,4 +1,4 @@
-//! The bodies that this process has asked a peer for and that have not arrived, by channel. Used where UCX carries the
+//! The bodies of a peer whose receives were posted and that have not arrived, by channel. Used where UCX carries the
 //! frames.
 //!
 //! UCX sends a long body only while the receiver calls it. A rank that leaves its group no longer waits for the bodies
@@ -20,11 +20,11 @@ struct Bodies {
 
 /// Its lock is held only within these functions, which take no other lock.
 #[derive(Default)]
-pub struct Asked(Mutex<HashMap<u64, Bodies>>);
+pub struct Expected(Mutex<HashMap<u64, Bodies>>);
 
-impl Asked {
-    /// Counts a body that the peer is asked for.
-    pub fn ask(&self, channel: u64) {
+impl Expected {
+    /// Counts a body whose receive was posted.
+    pub fn expect(&self, channel: u64) {
         locked(&self.0).entry(channel).or_default().missing += 1;
     }
 
@@ -66,24 +66,24 @@ mod tests {
     #[test]
     fn a_left_channel_is_driven_until_its_bodies_have_arrived_or_the_peer_has_left() {
         let driving = Arc::new(Driving::new(Epoll::new().unwrap(), 0).unwrap());
-        let asked = Asked::default();
+        let expected = Expected::default();
         let drives = || Arc::strong_count(&driving) - 1; // each `Counted` holds it
-        (0..2).for_each(|_| asked.ask(7));
-        asked.ask(8);
-        asked.leave(9, &driving); // it has asked for nothing
+        (0..2).for_each(|_| expected.expect(7));
+        expected.expect(8);
+        expected.leave(9, &driving); // it has asked for nothing
         assert_eq!(drives(), 0);
-        [7, 7, 8].into_iter().for_each(|channel| asked.leave(channel, &driving));
+        [7, 7, 8].into_iter().for_each(|channel| expected.leave(channel, &driving));
         assert_eq!(drives(), 2);
-        asked.arrived(7);
-        asked.arrived(9);
+        expected.arrived(7);
+        expected.arrived(9);
         assert_eq!(drives(), 2);
-        asked.arrived(7);
+        expected.arrived(7);
         assert_eq!(drives(), 1);
-        asked.ended(8);
+        expected.ended(8);
         assert_eq!(drives(), 0);
-        asked.ask(7);
-        asked.leave(7, &driving);
-        asked.clear();
+        expected.expect(7);
+        expected.leave(7, &driving);
+        expected.clear();
         assert_eq!(drives(), 0);
     }
 }
