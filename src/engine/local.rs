@@ -65,7 +65,7 @@ struct Boxes {
     /// What has to be delivered to each rank, in order.
     mail: HashMap<usize, VecDeque<News>>,
     /// Bodies whose receive was posted and that were not sent, by sender, receiver and number.
-    bodies: BTreeMap<(usize, usize, u64), HalfBody>,
+    bodies: BTreeMap<(usize, usize, u64), Posted>,
     /// Ranks to which a thread is delivering now.
     served: BTreeSet<usize>,
 }
@@ -75,7 +75,7 @@ enum News {
     Lost(usize),
     /// A body has ended.
     Ended(Done, std::result::Result<(), String>),
-    /// Both sides of a body were started: copy it.
+    /// A body was sent: copy it.
     Copy {
         from: Vec<Span>,
         to: Vec<Span>,
@@ -83,8 +83,7 @@ enum News {
     },
 }
 
-struct HalfBody {
-    sends: bool,
+struct Posted {
     pieces: Vec<Span>,
     done: Done,
 }
@@ -157,26 +156,27 @@ impl Post {
         true
     }
 
-    fn body(&self, (from, to, number): (usize, usize, u64), half: HalfBody) -> Result<()> {
+    fn send_body(&self, (from, to, number): (usize, usize, u64), pieces: Vec<Span>, done: Done) -> Result<()> {
         let mut boxes = self.lock();
         if boxes.are_cut(from, to) {
             return Err(Error::system(CUT.to_string()));
         }
-        match boxes.bodies.remove(&(from, to, number)) {
-            None => {
-                assert!(!half.sends, "body {number} from {from} to {to} was sent before its receive was posted");
-                boxes.bodies.insert((from, to, number), half);
-            }
-            Some(other) => {
-                assert!(other.sends != half.sends, "body {number} from {from} to {to} was begun twice by one side");
-                assert_eq!(Pieces(&other.pieces).bytes(), Pieces(&half.pieces).bytes(), "the sides agreed on the size");
-                let (sent, received) = if half.sends { (half, other) } else { (other, half) };
-                let done = [sent.done, received.done];
-                boxes.tell(to, News::Copy { from: sent.pieces, to: received.pieces, done });
-            }
-        }
+        let posted = boxes.bodies.remove(&(from, to, number));
+        let posted = posted.unwrap_or_else(|| panic!("body {number} from {from} to {to} was sent before its receive"));
+        assert_eq!(Pieces(&posted.pieces).bytes(), Pieces(&pieces).bytes(), "the sides agreed on the size");
+        boxes.tell(to, News::Copy { from: pieces, to: posted.pieces, done: [done, posted.done] });
         drop(boxes);
         self.changed.notify_all();
+        Ok(())
+    }
+
+    fn receive_body(&self, (from, to, number): (usize, usize, u64), posted: Posted) -> Result<()> {
+        let mut boxes = self.lock();
+        if boxes.are_cut(from, to) {
+            return Err(Error::system(CUT.to_string()));
+        }
+        let twice = boxes.bodies.insert((from, to, number), posted);
+        assert!(twice.is_none(), "body {number} from {from} to {to} was posted twice");
         Ok(())
     }
 }
@@ -209,11 +209,11 @@ impl Mail for LocalLink {
     }
 
     unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
-        self.post.body((self.me, peer, number), HalfBody { sends: true, pieces, done })
+        self.post.send_body((self.me, peer, number), pieces, done)
     }
 
     unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
-        self.post.body((peer, self.me, number), HalfBody { sends: false, pieces, done })
+        self.post.receive_body((peer, self.me, number), Posted { pieces, done })
     }
 
     fn abandon_body(&self, peer: usize, number: u64) {
@@ -344,10 +344,9 @@ impl Link for LocalLink {
             let peers: Vec<usize> = boxes.mailboxes.keys().copied().filter(|peer| *peer != me).collect();
             peers.into_iter().for_each(|peer| boxes.tell(peer, News::Lost(me)));
             let mine: Vec<_> = boxes.bodies.keys().filter(|(from, to, _)| *from == me || *to == me).copied().collect();
-            for key @ (from, to, _) in mine {
-                let half = boxes.bodies.remove(&key).expect("just seen");
-                let rank = if half.sends { from } else { to };
-                boxes.tell(rank, News::Ended(half.done, Err(CUT.to_string())));
+            for key in mine {
+                let posted = boxes.bodies.remove(&key).expect("just seen");
+                boxes.tell(key.1, News::Ended(posted.done, Err(CUT.to_string())));
             }
         }
         drop(boxes);

@@ -59,7 +59,7 @@ enumeration! {
         FrameWritten = 33, "after frames are written";
         FrameSeen = 34, "before a frame is handled";
         FrameDone = 35, "after the data of a frame has arrived";
-        BodyWanted = 36, "before a long message is asked for";
+        BodyWanted = 36, "before the receive of a long message is posted";
         BodyAsked = 37, "before a long message is sent";
         Cutting = 38, "before a rank cuts its connections";
         // Connections of several paths (`engine/multihost/wire`).

@@ -147,6 +147,9 @@ pub struct Domain {
     /// that have begun. Threads that begin or end such a wait change it. The progress thread reads it, and a thread
     /// that ends its wait reads it too.
     drivers: AtomicUsize,
+    /// Number of operations that were issued and did not end at once, modulo a power of two. Threads that issue them
+    /// write it, the progress thread reads it (relaxed: a hint).
+    issues: AtomicUsize,
     /// Signalled when there may be new work for drivers.
     pub work: EventCount,
     /// Signalled when an operation has ended on a thread other than the one that waits for it.
@@ -222,6 +225,13 @@ impl Domain {
     /// Returns the number of waits that have begun, modulo a power of two.
     pub(super) fn waits(&self) -> usize {
         self.drivers.load(Ordering::Relaxed) / WAITS
+    }
+
+    pub(super) fn count_issue(&self) {
+        self.issues.fetch_add(1, Ordering::Relaxed);
+    }
+    pub(super) fn issues(&self) -> usize {
+        self.issues.load(Ordering::Relaxed)
     }
 
     /// Wakes the threads that may wait for operations that have just ended.

@@ -261,6 +261,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: 
 /// Must be called after an operation was issued, if it did not end immediately and its caller does not wait for it now.
 pub fn issued(domain: &Arc<Domain>) {
     start_progress(domain);
+    domain.count_issue();
     roles::issued(&**domain);
 }
 
@@ -316,15 +317,16 @@ fn progress(domain: &Arc<Domain>) {
     while roles::await_work(&**domain, sleep_idle) {
         // If a thread has waited during the sleep, it has driven all groups, and it usually waits again soon. Operations
         // that are pending now were issued after its wait.
-        let mut has_waited = has_waited_within(domain, grace);
+        let mut seen = Seen::within(domain, grace);
         look();
-        // To wake this thread costs a thread that issues an operation up to 10 us. While threads wait again and again,
-        // this thread therefore does not go back to `await_work`, where it would be woken, but looks by itself.
-        while has_waited && grace == LONGEST_GRACE && !domain.stopping() {
-            has_waited = has_waited_within(domain, grace);
+        // To wake this thread costs a thread that issues an operation up to 10 us. While threads issue and wait again
+        // and again, this thread therefore does not go back to `await_work`, where it would be woken, but looks by
+        // itself. It may then drive an operation that nobody waits for up to `LONGEST_GRACE` later.
+        while seen.waits && seen.issues && grace == LONGEST_GRACE && !domain.stopping() {
+            seen = Seen::within(domain, grace);
             look();
         }
-        if has_waited || !roles::needs_progress(&**domain) {
+        if seen.waits || !roles::needs_progress(&**domain) {
             grace = (grace * 2).min(LONGEST_GRACE);
             continue;
         }
@@ -336,11 +338,20 @@ fn progress(domain: &Arc<Domain>) {
     }
 }
 
-/// Sleeps for `pause`. Returns whether a thread has begun to wait meanwhile.
-fn has_waited_within(domain: &Domain, pause: Duration) -> bool {
-    let waits = domain.waits();
-    std::thread::sleep(pause);
-    domain.waits() != waits
+/// What the progress thread sees after a sleep: whether threads have begun to wait meanwhile, and whether they have
+/// issued operations that did not end at once.
+struct Seen {
+    waits: bool,
+    issues: bool,
+}
+
+impl Seen {
+    /// Sleeps for `pause`.
+    fn within(domain: &Domain, pause: Duration) -> Seen {
+        let (waits, issues) = (domain.waits(), domain.issues());
+        std::thread::sleep(pause);
+        Seen { waits: domain.waits() != waits, issues: domain.issues() != issues }
+    }
 }
 
 fn drive_while_needed(domain: &Arc<Domain>) {
@@ -371,6 +382,8 @@ fn drive_while_needed(domain: &Arc<Domain>) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
 
     const LONG: Duration = Duration::from_secs(20);
@@ -391,37 +404,71 @@ mod tests {
         }
     }
 
-    #[test]
-    fn threads_that_issue_and_wait_again_and_again_wake_nobody() {
-        let domain = Arc::<Domain>::default();
+    /// Runs `call` on another thread, again and again, until the result is dropped.
+    struct Again(Arc<AtomicBool>, Option<std::thread::JoinHandle<()>>);
+
+    impl Again {
+        fn new(domain: &Arc<Domain>, call: fn(&Arc<Domain>)) -> Again {
+            let (domain, over) = (Arc::clone(domain), Arc::<AtomicBool>::default());
+            let is_over = Arc::clone(&over);
+            let run = move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    call(&domain);
+                }
+            };
+            Again(over, Some(std::thread::spawn(run)))
+        }
+    }
+
+    impl Drop for Again {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+            self.1.take().unwrap().join().unwrap();
+        }
+    }
+
+    /// Waits until the progress thread is hardly woken for a while: without looking by itself it would be woken once in
+    /// each pause.
+    fn until_it_looks_by_itself(domain: &Domain) {
         let begin = Instant::now();
+        let wakes = || domain.work.word().load(Ordering::Relaxed);
         loop {
-            let wakes = domain.work.word().load(Ordering::Relaxed);
-            let window = Instant::now();
-            while window.elapsed() < 40 * LONGEST_GRACE {
-                issue_and_wait(&domain);
-            }
-            if domain.work.word().load(Ordering::Relaxed) == wakes {
-                break;
+            let before = wakes();
+            std::thread::sleep(40 * LONGEST_GRACE);
+            if wakes() - before <= 10 {
+                return;
             }
             assert!(begin.elapsed() < LONG, "the progress thread was woken all the time");
         }
-        // Now nobody waits for an operation. The thread drives it and, as nothing advances, sleeps until more is issued.
-        domain.add_pending(1);
-        issued(&domain);
+    }
+
+    #[test]
+    fn threads_that_issue_and_wait_again_and_again_hardly_wake_the_progress_thread() {
+        let domain = Arc::<Domain>::default();
+        let asleep = || roles::Words::work(&*domain).asleep(0) == 1;
+        let program = Again::new(&domain, issue_and_wait);
+        until_it_looks_by_itself(&domain);
+        drop(program);
+        until(asleep);
+        // It ends although threads go on.
+        let program = Again::new(&domain, issue_and_wait);
+        until_it_looks_by_itself(&domain);
+        let theirs = Arc::clone(&domain);
+        let stopping = std::thread::spawn(move || stop(&theirs));
+        until(|| stopping.is_finished());
+        stopping.join().unwrap();
+        drop(program);
+    }
+
+    #[test]
+    fn threads_that_only_wait_let_the_progress_thread_sleep() {
+        let domain = Arc::<Domain>::default();
+        let program = Again::new(&domain, issue_and_wait);
+        until_it_looks_by_itself(&domain);
+        drop(program);
+        let program = Again::new(&domain, |domain| drop(roles::Driving::new(&**domain)));
         until(|| roles::Words::work(&*domain).asleep(0) == 1);
-        domain.remove_pending(1);
-        // It ends although threads keep waiting.
-        let (theirs, over) = (Arc::clone(&domain), Arc::new(std::sync::atomic::AtomicBool::new(false)));
-        let is_over = Arc::clone(&over);
-        let program = std::thread::spawn(move || {
-            while !is_over.load(Ordering::Relaxed) {
-                drop(roles::Driving::new(&*theirs));
-            }
-        });
-        std::thread::sleep(20 * LONGEST_GRACE);
+        drop(program);
         stop(&domain);
-        over.store(true, Ordering::Relaxed);
-        program.join().unwrap();
     }
 }

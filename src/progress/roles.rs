@@ -5,7 +5,7 @@
 //!
 //! | event | woken threads | by |
 //! | --- | --- | --- |
-//! | an operation that does not end at once is issued | every sleeping driver, or the progress thread | `issued` |
+//! | an operation that does not end at once is issued | every sleeping driver, or the progress thread if it is in `await_work` | `issued` |
 //! | the last driver leaves with operations pending | the progress thread | `Driving`'s drop |
 //! | an operation ends or fails | sleeping threads that wait for operations | `event_count::announce` on `ended` |
 //! | a peer publishes | every thread that sleeps on this rank's wake word | `event_count::announce` on the segment |

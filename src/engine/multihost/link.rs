@@ -126,8 +126,8 @@ pub trait Mail: Send + Sync {
 
     /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
     /// Numbers are below `MOST_BODIES`, and a rank uses each number only once per peer. The peer must have posted its
-    /// receive before, and must have said so by mail, because the body is sent at once. It keeps its place among this
-    /// rank's mail: on the peer, `done` is called after the mail that was sent before the body, and before the mail that
+    /// receive before, and must have said so by mail, because the body is sent at once. The body keeps its place among
+    /// this rank's mail: on the peer, `done` is called after the mail that was sent before the body, and before the mail that
     /// was sent after it. Never blocks.
     ///
     /// # Safety

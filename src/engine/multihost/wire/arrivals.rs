@@ -149,7 +149,7 @@ impl Arrivals {
                 let channel = frame.channel;
                 let body = self.begin(frame, data, with)?;
                 self.steps.push_back(Step::Body(body));
-                self.expected.arrived(channel); // from here on the receive itself is counted
+                self.expected.began(channel); // if UCX is receiving it, `flying` counts
                 self.hand_over(with)
             }
             Kind::Hello | Kind::Want | Kind::Credit | Kind::Cut | Kind::Mail | Kind::Message => {

@@ -193,9 +193,9 @@ impl Carried {
 
     // --------------------------------------------------------------------------------------------------------- by UCX
 
-    /// As `Connection::expect_body`.
-    pub fn expect_body(&self, channel: u64) {
-        self.expected.expect(channel);
+    /// As `Connection::expected`.
+    pub fn expected(&self) -> &Expected {
+        &self.expected
     }
 
     /// As `Connection::push`.
@@ -286,7 +286,6 @@ impl Carried {
         if out.has_doomed() || inn.arrivals.has_doomed() {
             self.watched.add(self.origin.token);
         }
-        self.expected.leave(channel, &self.watched.driving);
     }
 
     /// As `Connection::give_up`. Waits until UCX no longer uses the memory.

@@ -123,14 +123,18 @@ impl Channel {
         self.ranks.get(&peer).copied().ok_or_else(|| "it sent a frame of a group that it is not in".to_string())
     }
 
-    /// Sends a body to a peer that has a receive of `frame.bytes` bytes for it.
-    fn send_wanted(&self, connection: &Connection, frame: Frame, one: Waiting, events: &mut Events) {
-        let Waiting { memory, bytes, end, .. } = one;
-        if frame.bytes != bytes as u64 {
-            let text = format!("a message of {bytes} bytes matched a receive of {}", frame.bytes);
-            return end.tell(Err(text), memory, events);
+    /// Sends a lane's body for which the peer has a receive of `wanted` bytes.
+    fn send_wanted(&self, connection: &Connection, number: u64, wanted: u64, one: Waiting, events: &mut Events) {
+        if wanted != one.bytes as u64 {
+            let text = format!("a message of {} bytes matched a receive of {wanted}", one.bytes);
+            return one.end.tell(Err(text), one.memory, events);
         }
-        let frame = Frame { number: frame.number, ..self.frame(Kind::Body, bytes) };
+        self.push_body(connection, number, one, events);
+    }
+
+    fn push_body(&self, connection: &Connection, number: u64, one: Waiting, events: &mut Events) {
+        let Waiting { memory, bytes, end, .. } = one;
+        let frame = Frame { number, ..self.frame(Kind::Body, bytes) };
         fault_points::reached(FaultPoint::BodyAsked);
         connection.push(&self.driving, Outgoing::new(frame, memory, end), events);
     }
@@ -163,6 +167,7 @@ impl Channel {
         // completely would never end.
         if let Some(connection) = connection {
             connection.forget(&self.driving, self.id, why, &mut events);
+            connection.expected().inspect(|expected| expected.ended(self.id));
         }
         all.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
         events.run();
@@ -272,7 +277,7 @@ impl Channel {
         let connection = Arc::clone(from.connected());
         let Some(body) = arrived else {
             from.want(number, waiting);
-            connection.expect_body(self.id);
+            connection.expected().inspect(|expected| expected.expect(self.id));
             if is_of_lane(number) {
                 connection.push(&self.driving, Outgoing::control(frame), events);
             }
@@ -290,13 +295,10 @@ impl Channel {
         let mut state = self.lock();
         let to = &mut state.peers[rank];
         Channel::check_reached(rank, to)?;
-        let ready = match is_of_lane(number) {
-            true => to.offer(number, waiting, to.connected().keeps_order()),
-            false => Some((waiting.bytes as u64, waiting)),
-        };
-        if let Some((bytes, waiting)) = ready {
-            let frame = Frame { number, ..self.frame(Kind::Want, bytes as usize) };
-            self.send_wanted(to.connected(), frame, waiting, events);
+        if !is_of_lane(number) {
+            self.push_body(to.connected(), number, waiting, events);
+        } else if let Some((wanted, waiting)) = to.offer(number, waiting, to.connected().keeps_order()) {
+            self.send_wanted(to.connected(), number, wanted, waiting, events);
         }
         Ok(())
     }
@@ -310,8 +312,13 @@ impl Channel {
 
     /// Gives up the receive of a body that has not arrived.
     pub fn abandon_body(&self, rank: usize, number: u64) {
-        let waiting = self.lock().peers[rank].take_want(number);
-        drop(waiting); // without the lock
+        let mut state = self.lock();
+        let peer = &mut state.peers[rank];
+        let (waiting, connection) = (peer.take_want(number), peer.connection());
+        drop(state);
+        if let (Some(_), Some(expected)) = (&waiting, connection.as_ref().and_then(|one| one.expected())) {
+            expected.began(self.id);
+        }
     }
 
     /// Gives up a lane's transfer and stops using its borrowed memory. A peer that has sent Want for the body waits
@@ -374,6 +381,7 @@ impl Channel {
         let mut events = Events::default();
         for connection in connections {
             connection.forget(&self.driving, self.id, why, &mut events);
+            connection.expected().inspect(|expected| expected.leave(self.id, &self.driving));
             connection.push(&self.driving, Outgoing::control(self.frame(Kind::Cut, 0)), &mut events);
         }
         left.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
@@ -421,7 +429,7 @@ impl Receiver for Channel {
             }
             Kind::Want => {
                 if let Some(waiting) = peer.asks(frame.number, frame.bytes) {
-                    self.send_wanted(peer.connected(), frame, waiting, events);
+                    self.send_wanted(peer.connected(), frame.number, frame.bytes, waiting, events);
                 }
                 events.ended |= peer.is_taken(); // a thread may wait for that (`is_taken`)
             }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::ProcessId;
 use super::carried::Carried;
 use super::driving::Driving;
+use super::expected::Expected;
 use super::path::Socket;
 use super::receiver::{Origin, Routes, Turn};
 use super::several::Several;
@@ -84,11 +85,11 @@ impl Connection {
         !matches!(self.sockets, Sockets::Carried(_))
     }
 
-    /// Called when a receive of a body of this channel was posted.
-    pub fn expect_body(&self, channel: u64) {
+    /// Returns the counts of posted receives of bodies, if UCX carries the connection. TCP does not need them.
+    pub fn expected(&self) -> Option<&Expected> {
         match &self.sockets {
-            Sockets::Carried(carried) => carried.expect_body(channel),
-            Sockets::Single(_) | Sockets::Several(_) => (),
+            Sockets::Carried(carried) => Some(carried.expected()),
+            Sockets::Single(_) | Sockets::Several(_) => None,
         }
     }
 

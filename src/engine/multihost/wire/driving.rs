@@ -47,9 +47,10 @@ pub struct Driving {
     /// Whether the background thread's pass was interrupted. A thread that finds the driver's lock held sets it, the
     /// background thread clears it before a pass (relaxed: a hint).
     interrupted: AtomicBool,
-    /// When a thread of the program last called `poll` (`clock::stamp`). While a thread is in `poll`: when its sleep
-    /// ends, and `PASS` later. The background thread drives only when `EAGER` has passed since this time. The polling threads write
-    /// it, the background thread reads it (relaxed: a hint).
+    /// When a thread of the program last called `poll` (`clock::stamp`). While a thread sleeps in `poll`: when its
+    /// sleep ends. While a thread is in its pass: `PASS` after the end of the pass's sleep. The background thread drives
+    /// only when `EAGER` has passed since this time. The polling threads write it, the background thread reads it
+    /// (relaxed: a hint).
     polled: AtomicU64,
     started: AtomicBool,
     /// Decides whether a waiting thread yields its core or sleeps.
@@ -240,7 +241,7 @@ impl Driving {
                 Err(TryLockError::WouldBlock) => {
                     let waits = !is_last && self.in_background.load(Ordering::Relaxed);
                     let until = clock::stamp().saturating_add(if waits { sleep.as_nanos() as u64 } else { 0 });
-                    self.polled.store(until, Ordering::Relaxed);
+                    self.polled.fetch_max(until, Ordering::Relaxed); // another thread of the program may be in its pass
                     self.take_over();
                     if !waits {
                         break;
@@ -414,12 +415,18 @@ mod tests {
     }
 
     #[test]
-    fn the_background_thread_does_not_look_during_a_long_pass_of_another_thread() {
+    fn a_pass_of_a_thread_of_the_program_is_noted_until_its_end() {
         let driving = made();
         let _counted = Counted::new(&driving);
         let (begin, polled) = (clock::stamp(), || driving.polled.load(Ordering::Relaxed));
         let pass = |_: &mut Vec<Ready>, _: Duration| {
             assert!(polled() >= begin + PASS.as_nanos() as u64);
+            // A second thread that polls finds the lock held, and must not hide the pass.
+            let elsewhere = std::thread::scope(|scope| {
+                let poll = || driving.poll(|_, _| unreachable!("the lock is held"), Duration::ZERO);
+                scope.spawn(poll).join().unwrap()
+            });
+            assert!(elsewhere == Polled::Elsewhere && polled() >= begin + PASS.as_nanos() as u64);
             true
         };
         assert_eq!(driving.poll(pass, Duration::ZERO), Polled::Advanced);

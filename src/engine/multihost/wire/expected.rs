@@ -1,9 +1,9 @@
-//! The bodies of a peer whose receives were posted and that have not arrived, by channel. Used where UCX carries the
-//! frames.
+//! Counts, for each channel, the posted receives whose body has not begun to arrive. Used where UCX carries the frames.
 //!
 //! UCX sends a long body only while the receiver calls it. A rank that leaves its group no longer waits for the bodies
 //! that it has asked for, but a sender that has begun one waits for UCX. So this process drives the wire until each of
-//! them has arrived and was discarded, or until the peer has left the channel too.
+//! them has begun to arrive, and was discarded, or until the peer has left the channel too. If the peer neither sends
+//! nor leaves, the background thread looks every 50 ms.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -28,8 +28,8 @@ impl Expected {
         locked(&self.0).entry(channel).or_default().missing += 1;
     }
 
-    /// Called when a body was handed over, or will be when UCX has received it.
-    pub fn arrived(&self, channel: u64) {
+    /// Called when a body has begun to arrive, or when its receive was given up and the peer will not send it.
+    pub fn began(&self, channel: u64) {
         let mut channels = locked(&self.0);
         let Some(bodies) = channels.get_mut(&channel) else { return };
         bodies.missing -= 1;
@@ -38,7 +38,7 @@ impl Expected {
         }
     }
 
-    /// Called when nothing more of the channel will arrive.
+    /// Called when the peer sends no more bodies of the channel.
     pub fn ended(&self, channel: u64) {
         locked(&self.0).remove(&channel);
     }
@@ -74,10 +74,10 @@ mod tests {
         assert_eq!(drives(), 0);
         [7, 7, 8].into_iter().for_each(|channel| expected.leave(channel, &driving));
         assert_eq!(drives(), 2);
-        expected.arrived(7);
-        expected.arrived(9);
+        expected.began(7);
+        expected.began(9);
         assert_eq!(drives(), 2);
-        expected.arrived(7);
+        expected.began(7);
         assert_eq!(drives(), 1);
         expected.ended(8);
         assert_eq!(drives(), 0);

@@ -1,7 +1,8 @@
 //! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
 //! the short messages. A receiver asks for each body of a lane with a Want. The body is sent before its Want has come,
-//! which saves a latency, as long as the bodies sent so have at most `WINDOW` bytes together. Otherwise it waits for its
-//! Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for room in the window.
+//! which saves a latency, as long as the bodies sent so have at most `WINDOW` bytes together. Otherwise, and always with
+//! UCX, it waits for its Want. So a rank that runs ahead of its peer can fill that window, but nothing waits for room in
+//! the window.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -45,9 +46,9 @@ pub struct Peer {
     taken: usize,
     posted: HashMap<u32, VecDeque<Waiting>>,
     arrived: HashMap<u32, VecDeque<Vec<u8>>>,
-    /// Bodies by number. A receiver asks for a body with a `Want` frame. `wanted`: sizes of the bodies that the peer
-    /// has asked for and this rank has not sent yet. `unwanted`: this rank's sends that the peer has not asked for yet.
-    /// `wants`: this rank's posted receives whose body has not arrived.
+    /// Bodies by number. A receiver asks for a lane's body with a `Want` frame. `wanted`: sizes of the bodies that the
+    /// peer has asked for so and this rank has not sent yet. `unwanted`: this rank's sends for lanes that the peer has
+    /// not asked for yet. `wants`: all of this rank's posted receives whose body has not arrived.
     wanted: HashMap<u64, VecDeque<u64>>,
     unwanted: HashMap<u64, VecDeque<Waiting>>,
     wants: HashMap<u64, VecDeque<Waiting>>,
