@@ -137,9 +137,8 @@ impl Probe<'_> {
         let receives = from.iter().map(|peer| Incoming { peer: *peer, bytes: data.len(), into: None }).collect();
         let mut take = |_, arrived: Arrived| take(arrived.data);
         // SAFETY: `data` outlives the call, and nothing writes it.
-        let exchanged =
-            unsafe { self.transport.exchange(header, deadline, &sends, receives, usize::MAX, Take::Each(&mut take)) };
-        match exchanged {
+        let begun = unsafe { self.transport.begin(header, deadline, &sends, receives, usize::MAX) };
+        match begun.and_then(|begun| self.transport.complete(begun, Take::Each(&mut take))) {
             Ok(_) => Ok(()),
             Err(error) if error.kind() == ErrorKind::Mismatch => {
                 let head =

@@ -182,25 +182,6 @@ impl Transport {
         }
     }
 
-    /// Posts receives, runs one step with them, and returns the smallest `issued` of all headers. After this returns,
-    /// even with an error, the memory of the step is no longer used.
-    ///
-    /// # Safety
-    /// As for `step`; the receives use the memory from now on.
-    pub unsafe fn exchange(
-        &mut self,
-        header: FrameHeader,
-        deadline: u64,
-        sends: &[Outgoing],
-        receives: Vec<Incoming>,
-        segment: usize,
-        take: Take,
-    ) -> Result<u64> {
-        // SAFETY: the caller vouches for the memory, which nothing uses after `complete`.
-        let begun = unsafe { self.begin(header, deadline, sends, receives, segment) }?;
-        self.complete(begun, take)
-    }
-
     /// Posts receives and starts sends. The caller may do other work while the data is in flight, and must then call
     /// `complete`.
     ///

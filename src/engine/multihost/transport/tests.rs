@@ -105,9 +105,8 @@ fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
     let receives = vec![Incoming { peer: 1, bytes: 64 << 20, into: None }];
     let deadline = clock::now() + 1_000_000_000;
     // SAFETY: no memory of the caller is used.
-    let outcome = unsafe {
-        transport.exchange(FrameHeader::default(), deadline, &[], receives, 1 << 20, Take::Each(&mut |_, _| {}))
-    };
+    let begun = unsafe { transport.begin(FrameHeader::default(), deadline, &[], receives, 1 << 20) };
+    let outcome = begun.and_then(|begun| transport.complete(begun, Take::Each(&mut |_, _| {})));
     assert!(outcome.as_ref().is_err_and(|error| error.rank() == Some(1)), "{outcome:?}");
 }
 
@@ -133,7 +132,8 @@ fn step(transport: &mut Transport, receives: bool) -> Result<u64> {
     let deadline = clock::now() + 300_000_000;
     let take = Take::Each(&mut |_, _| {});
     // SAFETY: no memory of the caller is used.
-    unsafe { transport.exchange(batch(), deadline, &sends, receives, 1 << 20, take) }
+    let begun = unsafe { transport.begin(batch(), deadline, &sends, receives, 1 << 20) }?;
+    transport.complete(begun, take)
 }
 
 #[test]

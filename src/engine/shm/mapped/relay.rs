@@ -8,8 +8,8 @@
 //! 1. The rank on the first node combines the inputs of its node into its stage buffer.
 //! 2. The rank with its position on the next node continues from there, and so on (`fold_waits_for`).
 //! 3. The rank on the last node writes the result into the outputs of its node.
-//! 4. The result goes back from node to node: on each, the rank with the same position copies it from the outputs of the
-//!    next node to those of its own node (`has_delivered`). A reduce needs no such step, because the last node writes the
+//! 4. The result goes back from node to node. On each node, the rank with the same position copies the result from the
+//!    next node's outputs to its own node's outputs (`has_delivered`). A reduce skips this step: the last node writes the
 //!    result into the root's output.
 //!
 //! While one node works on a chunk, the node before it works on the next one.
